@@ -1,0 +1,141 @@
+"""Engine flags, shared by every command that builds an engine, and the config that they ask for.
+
+Each flag overrides one field of the stage; the seam flags come from `config.SEAMS`, so a new class there is a
+new choice here. Names are vLLM's where the meaning is the same. A flag that is not given is None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nanoserve.api.engine_options import FIELDS, engine_config
+from nanoserve.config import SEAMS, STAGES, EngineConfig
+from nanoserve.record import JsonlRecorder
+
+_UNITS = {
+    "": 1,
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<ending>(?:iB|B)?)")
+
+
+def parse_size(text: str) -> int:
+    """A count such as 4096, 16k, 512M or 2GiB. Lower-case units are powers of 1000 and upper-case ones of 1024,
+    as in vLLM's flags; `kB`, `MB`, `GB` and `TB` are powers of 1000, `KiB` ... `TiB` of 1024. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like 4096, 512M or 2GiB.")
+    unit = match["unit"].lower() if match["ending"] == "B" else match["unit"]
+    if match["ending"] == "iB":
+        unit = unit.upper()
+    size = float(match["number"]) * _UNITS[unit]
+    if size != int(size):
+        raise ValueError(f"{text!r} is not a whole number; write it like 4096, 512M or 2GiB.")
+    return int(match["number"]) * _UNITS[unit] if match["number"].isdigit() else int(size)
+
+
+def as_argument(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """`parse` for argparse, which would replace the message of a ValueError by its own."""
+
+    def parse_argument(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+
+    return parse_argument
+
+
+def _model_len(text: str) -> int | str:
+    return text if text == "auto" else parse_size(text)
+
+
+size_argument = as_argument(parse_size)
+
+
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, *, seed_use: str = "of random weights, and of sampling"
+) -> None:
+    """All flags that choose an engine; `config_from_args` reads them. `seed_use`: all that `--seed` is for."""
+    engine = parser.add_argument_group("engine (each flag overrides one field of the stage)")
+    engine.add_argument("--model", metavar="PATH_OR_HUB_ID", help="default: the embedded nanostory")
+    engine.add_argument("--stage", help=f"{', '.join(STAGES)}; default: the last")
+    for seam, classes in SEAMS.items():
+        engine.add_argument(f"--{seam.replace('_', '-')}", choices=tuple(classes))
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="the same as --blocks shared / --blocks private",
+    )
+    engine.add_argument("--device", help="auto, cpu, cuda")
+    engine.add_argument("--dtype", help="auto, float32, bfloat16, float16")
+    engine.add_argument("--load-format", help="auto, or dummy: random weights from the model's config alone")
+    engine.add_argument("--seed", type=int, help=seed_use)
+    _add_memory_arguments(parser.add_argument_group("KV pool"))
+    _add_scheduler_arguments(parser.add_argument_group("scheduler"))
+    _add_process_arguments(parser.add_argument_group("processes"))
+    parser.add_argument("--record", metavar="FILE", help="write what every step did, one JSON line a step")
+
+
+def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-model-len", type=as_argument(_model_len), metavar="TOKENS|auto")
+    group.add_argument("--block-size", type=int, metavar="TOKENS")
+    group.add_argument("--num-gpu-blocks-override", type=size_argument, metavar="BLOCKS", dest="num_blocks")
+    group.add_argument("--kv-cache-memory-bytes", type=size_argument, metavar="SIZE", help="such as 512M or 2GiB")
+    group.add_argument("--num-swap-blocks", type=size_argument, metavar="BLOCKS", help="for --preemption-mode swap")
+    group.add_argument("--free-order", help="uncached_first, or append: which free block is reused first")
+
+
+def _add_scheduler_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="most requests in one step")
+    group.add_argument("--max-num-batched-tokens", type=size_argument, metavar="N", help="token budget of one step")
+    group.add_argument(
+        "--long-prefill-token-threshold", type=int, metavar="N", help="most prompt tokens a step; 0: off"
+    )
+    group.add_argument("--scheduling-policy", dest="policy", metavar="POLICY", help="fcfs or priority")
+    group.add_argument("--preemption-mode", metavar="MODE", help="recompute or swap")
+    group.add_argument("--watermark", type=float, metavar="SHARE", help="of the pool, kept free at admission")
+    group.add_argument(
+        "--reserve-full-prompt",
+        action=argparse.BooleanOptionalAction,
+        help="admit a request only when its whole prompt fits",
+    )
+    group.add_argument("--check-invariants", action="store_true", default=None, help="after every step; slower")
+
+
+def _add_process_arguments(group: argparse._ArgumentGroup) -> None:
+    for flag, use in (
+        ("start", "for a child to load its model"),
+        ("execute", "for a runner process to answer a step"),
+        ("shutdown", "for open requests to finish after SIGTERM; 0 aborts them"),
+    ):
+        group.add_argument(f"--{flag}-timeout", type=float, dest=f"{flag}_timeout_s", metavar="SECONDS", help=use)
+
+
+def config_from_args(args: argparse.Namespace) -> EngineConfig:
+    """The config that the engine flags ask for. Raises ValueError."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    fields = {name: given[name] for name in FIELDS if name in given}
+    for seam, classes in SEAMS.items():
+        if seam in fields:
+            fields[seam] = classes[fields[seam]]
+    if "enable_prefix_caching" in given:
+        fields["enable_prefix_caching"] = given["enable_prefix_caching"]
+    return engine_config(stage=given.get("stage"), **fields)
+
+
+@contextmanager
+def open_recorder(path: str | None) -> Iterator[JsonlRecorder | None]:
+    """What `--record` asks for, closed at the end; None without the flag. Raises OSError."""
+    if path is None:
+        yield None
+        return
+    recorder = JsonlRecorder(path)
+    try:
+        yield recorder
+    finally:
+        recorder.close()

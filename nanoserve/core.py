@@ -1,0 +1,323 @@
+"""The step: schedule, execute, update. Everything in the engine hangs on these few lines.
+
+Owns one scheduler and one runner; knows neither text nor sockets. v0 and v1 differ in the classes it is given, not
+here. Calls an optional `Observer` with a `StepRecord` after each step. Reading path: this file, scheduler.py,
+blocks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nanoserve.invariants import check_blocks, check_plan, check_queues
+from nanoserve.messages import SchedulerStats
+from nanoserve.record import JsonlRecorder, Observer, StepRecord, TraceHeader, describe_config
+from nanoserve.request import EngineInfo, EngineOutput, EngineRequest, Request, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from nanoserve.block_pool import BlockPool
+    from nanoserve.config import EngineConfig
+    from nanoserve.runner import Runner
+    from nanoserve.scheduler import BaseScheduler
+
+
+CRASH_PREFIX = "nanoserve-crash-"
+NUM_RECENT_STEPS = 32  # steps that a crash dump and `recent_steps` go back
+
+
+@dataclass(slots=True)
+class RecentStep:
+    """A step that is kept for a look back: `end_s` is None while it runs, and for the one that failed."""
+
+    plan: StepPlan
+    start_s: float
+    launched_s: float
+    end_s: float | None = None
+
+
+class EngineCore:
+    """Requests in, tokens out, one step at a time.
+
+    `abort` may be called from another thread while a step runs: it is honoured before the step's tokens are taken,
+    so that an abort wins over a natural end. Everything else belongs to the thread that calls `step`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: BaseScheduler,
+        runner: Runner,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.observer = observer
+        self.clock = clock
+        self._abort_ids: deque[str] = deque()
+        self._arrivals: list[EngineRequest] = []  # since the last record
+        self._aborted: list[str] = []  # since the last record
+        self._recent: deque[RecentStep] = deque(maxlen=NUM_RECENT_STEPS)
+        self.num_steps = 0
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        observer: Observer | None = None,
+        make_runner: Callable[[EngineConfig], Runner] | None = None,
+    ) -> EngineCore:
+        """Load the model, size the KV pool, fill in the config, and put the parts together. Raises ValueError.
+
+        `make_runner`: instead of `config.runner`, for a runner that lives elsewhere."""
+        runner = (make_runner or config.runner)(config)
+        try:
+            config = config.resolve(
+                model_len=runner.model_len,
+                pool_blocks=runner.pool_blocks(config.block_size),
+                device=runner.device,
+            )
+            runner.allocate(config)
+            assert config.num_blocks is not None
+            blocks = config.blocks(
+                config.num_blocks,
+                config.block_size,
+                watermark_blocks=config.watermark_blocks,
+                free_order=config.free_order,
+                num_swap_blocks=config.num_swap_blocks,
+            )
+            scheduler = config.scheduler(config, blocks)
+            if observer:
+                observer.on_start(TraceHeader(config=describe_config(config), device=runner.device))
+        except BaseException:
+            runner.close()
+            raise
+        return cls(config, scheduler, runner, observer)
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self.config.num_blocks is not None
+        return EngineInfo(
+            model=self.config.model,
+            max_model_len=self.config.model_len,
+            vocab_size=self.runner.vocab_size,
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            device=self.runner.device,
+            dtype=self.runner.dtype,
+        )
+
+    @property
+    def stats(self) -> SchedulerStats:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return SchedulerStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
+            kv_cache_usage=1 - blocks.num_free_blocks / (blocks.num_blocks - 1),
+            prefix_cache_queries=blocks.stats.queried_tokens,
+            prefix_cache_hits=blocks.stats.hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self.num_steps,
+        )
+
+    @property
+    def utilities(self) -> Mapping[str, Callable[..., Any]]:
+        """What a front end may call between two steps."""
+        return {
+            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "block_map": self.block_map,
+            "recent_steps": self.recent_steps,
+        }
+
+    def call(self, method: str, args: list[Any]) -> Any:
+        """ValueError for an unknown name; else whatever the utility returns or raises."""
+        if method not in self.utilities:
+            raise ValueError(f"utility {method!r} is not known; use one of {', '.join(self.utilities)}.")
+        return self.utilities[method](*args)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._abort_ids)
+
+    def add(self, request: EngineRequest) -> None:
+        """ValueError if the id is in use."""
+        self.scheduler.add(Request.from_engine_request(request, self.config.model_len))
+        if self.observer:
+            self._arrivals.append(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Idempotent; honoured by the step that runs, or else by the next one."""
+        self._abort_ids.extend(request_ids)
+
+    def step(self) -> list[EngineOutput]:
+        """One step: news of the requests that have any; [] when there is nothing to do."""
+        outputs = self._abort_now()
+        if not self.scheduler.has_work:
+            return outputs
+        self.num_steps += 1
+        start_s = self.clock()
+        plan = self.scheduler.schedule()
+        launched_s = self.clock()
+        recent = RecentStep(plan, start_s, launched_s)
+        self._recent.append(recent)
+        resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
+        result = self.runner.launch(plan).wait()
+        outputs += self._abort_now()  # before the tokens are taken: an abort wins over a natural end
+        news = self.scheduler.update(plan, result.token_ids)
+        outputs += with_logprobs(news, result) if result.logprobs or result.prompt_logprobs else news
+        if self.config.check_invariants:
+            self.check(plan)
+        if self.observer:
+            self.observer.on_step(self._record(plan, resumed, outputs, start_s, launched_s))
+        recent.end_s = self.clock()
+        return outputs
+
+    def _abort_now(self) -> list[EngineOutput]:
+        if not self._abort_ids:
+            return []
+        ids = [self._abort_ids.popleft() for _ in range(len(self._abort_ids))]
+        alive = self.scheduler.abort(ids)
+        self._aborted += alive
+        return [EngineOutput(id=request_id, new_token_ids=[], finish_reason="abort") for request_id in alive]
+
+    def check(self, plan: StepPlan) -> None:
+        """Assert every invariant of a state between two steps."""
+        check_plan(plan, self.scheduler)
+        check_queues(self.scheduler)
+        check_blocks(self.scheduler.blocks, self.scheduler.requests.values(), self.config.model_len)
+
+    def _record(
+        self, plan: StepPlan, resumed: list[str], outputs: list[EngineOutput], start_s: float, launched_s: float
+    ) -> StepRecord:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        arrivals, self._arrivals = self._arrivals, []
+        aborts, self._aborted = self._aborted, []
+        return StepRecord(
+            step=plan.step,
+            start_s=start_s,
+            launched_s=launched_s,
+            end_s=self.clock(),
+            arrivals=arrivals,
+            aborts=aborts,
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            budget=self.config.budget,
+            hit_tokens={new.id: new.num_computed_tokens for new in plan.new},
+            resumed=resumed,
+            preempted=plan.preempted,
+            left_out=plan.left_out,
+            new_blocks={new.id: new.block_ids for new in plan.new} | plan.new_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            num_used_blocks=blocks.num_blocks - 1 - blocks.num_free_blocks,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
+            sampled={output.id: output.new_token_ids for output in outputs if output.new_token_ids},
+            finished={output.id: output.finish_reason for output in outputs if output.finish_reason},
+        )
+
+    def dump_crash(self, error: BaseException) -> str:
+        """Write the last plans as a trace file, the failing one at the end, and return the file's path. A step that
+        failed before it had a plan is an empty record."""
+        path = Path(tempfile.gettempdir()) / f"{CRASH_PREFIX}{os.getpid()}-{self.num_steps}.jsonl"
+        recorder = JsonlRecorder(path)
+        recorder.on_start(TraceHeader(config=describe_config(self.config), device=self.runner.device))
+        steps = list(self._recent)
+        if not steps or steps[-1].plan.step != self.num_steps:
+            now_s = self.clock()
+            steps.append(RecentStep(StepPlan(self.num_steps, {}), now_s, now_s))
+        for recent in steps:
+            failed = recent is steps[-1]
+            recorder.on_step(self._recall(recent, "".join(traceback.format_exception(error)) if failed else ""))
+        recorder.close()
+        return str(path)
+
+    def _recall(self, recent: RecentStep, error: str = "") -> StepRecord:
+        """What its plan tells of a step."""
+        plan = recent.plan
+        return StepRecord(
+            step=plan.step,
+            start_s=recent.start_s,
+            launched_s=recent.launched_s,
+            end_s=self.clock() if recent.end_s is None else recent.end_s,
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            budget=self.config.budget,
+            hit_tokens={new.id: new.num_computed_tokens for new in plan.new},
+            preempted=plan.preempted,
+            left_out=plan.left_out,
+            new_blocks={new.id: new.block_ids for new in plan.new} | plan.new_blocks,
+            error=error,
+        )
+
+    def recent_steps(self, limit: int = NUM_RECENT_STEPS) -> list[dict[str, Any]]:
+        """The last steps as plain data, the newest at the end: what was planned, and when it ran."""
+        return [msgspec.to_builtins(self._recall(recent)) for recent in list(self._recent)[-limit:]]
+
+    def block_map(self) -> dict[str, Any]:
+        """The KV blocks as plain data. `used`: [id, tables that hold it, start of its hash or ""]; `cached`: [id, start
+        of its hash] of blocks that nobody holds; `free`: the queue as runs [id, how many in a row], the next to be
+        handed out first; `tables`: the blocks of every request."""
+        blocks = self.scheduler.blocks
+        pool: BlockPool = blocks.pool  # type: ignore[attr-defined]  # every manager of ours has one
+        tables = {request.id: list(request.block_ids) for request in self.scheduler.requests.values()}
+        held = Counter(block_id for table in tables.values() for block_id in table)
+        hashes = {block.id: _hash_prefix(block.block_hash) for block in pool.blocks if block.block_hash is not None}
+        return {
+            "num_blocks": blocks.num_blocks,
+            "block_size": blocks.block_size,
+            "num_free_blocks": blocks.num_free_blocks,
+            "used": [[block_id, count, hashes.get(block_id, "")] for block_id, count in sorted(held.items())],
+            "cached": [[block_id, value] for block_id, value in hashes.items() if block_id not in held],
+            "free": _runs(block.id for block in pool),
+            "tables": tables,
+        }
+
+    def close(self) -> None:
+        """Free the runner's memory, end the observer. Idempotent."""
+        self.runner.close()
+        if self.observer:
+            self.observer.close()
+
+
+def _hash_prefix(block_hash: bytes | int) -> str:
+    data = block_hash if isinstance(block_hash, bytes) else (block_hash & (2**64 - 1)).to_bytes(8, "big")
+    return data[:4].hex()
+
+
+def _runs(ids: Iterable[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for block_id in ids:
+        if runs and block_id == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([block_id, 1])
+    return runs
+
+
+def with_logprobs(outputs: list[EngineOutput], result: StepResult) -> list[EngineOutput]:
+    """The outputs, with log-probabilities for exactly the tokens that were accepted."""
+    full = []
+    for output in outputs:
+        logprobs = result.logprobs.get(output.id)
+        full.append(
+            EngineOutput(
+                id=output.id,
+                new_token_ids=output.new_token_ids,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                logprobs=logprobs[: len(output.new_token_ids)] if logprobs else None,
+                prompt_logprobs=result.prompt_logprobs.get(output.id),
+                num_cached_tokens=output.num_cached_tokens,
+                error=output.error,
+            )
+        )
+    return full

@@ -1,0 +1,183 @@
+"""One decoder for the Llama, Mistral, Qwen2 and Qwen3 families: the forward pass, with transformers' logits.
+
+It takes a flat list of T tokens and their positions, and knows neither requests nor the KV cache: each layer
+hands q, k and v to `attend`, a callable of the runner that stores and attends for the whole batch. q, k, v
+and gate, up are fused into one matrix each. checkpoint.py says which shape, weights.py fills in the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoserve.checkpoint import ModelConfig, RopeConfig
+
+__all__ = ["Attend", "Decoder", "Linear", "ModelConfig", "RMSNorm", "rope_frequencies", "rotate"]
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [D/2], with the arithmetic of transformers.
+
+    default: Su et al. 2021, theta^(-2i/D). linear: all slowed down by `factor` (Chen et al. 2023).
+    llama3: long wavelengths slowed down, short ones kept, a linear blend between the two limits.
+    yarn (Peng et al. 2023): the same idea, blended over the dimensions that turn beta_slow..beta_fast times.
+    """
+    wave = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    freq = 1.0 / wave
+    match rope.rope_type:
+        case "linear":
+            return freq / rope.factor
+        case "llama3":
+            turns = rope.original_max_len / (2 * math.pi / freq)  # over the trained length
+            keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+            keep = keep.clamp(0, 1)
+            return (1 - keep) * freq / rope.factor + keep * freq
+        case "yarn":
+            low, high = _yarn_band(rope, head_dim)
+            pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+            keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+            return 1.0 / (rope.factor * wave) * (1 - keep) + freq * keep
+    return freq
+
+
+def _yarn_band(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
+    """The dimensions between which yarn goes from the kept frequency to the slowed-down one."""
+
+    def dim_of(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001
+
+
+def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Turns each head's pair (i, i + D/2) by its angle. cos and sin hold D/2 columns, one for each pair."""
+    first, second = x_TND.chunk(2, dim=-1)
+    return torch.cat((first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D), dim=-1)
+
+
+class Attend(Protocol):
+    """What the runner gives to a forward pass: store k and v of the whole batch, then attend with q.
+
+    Causal, with softmax scale D^-0.5. v may be a strided view. Returns [T, H, D] in q's dtype.
+    """
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor: ...
+
+
+class Linear(nn.Module):
+    """Every product with a weight matrix goes through here: the place to swap in another kernel."""
+
+    def __init__(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight = weight_OI
+        self.bias = bias_O
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return F.linear(x_TI, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Zhang and Sennrich 2019: in float32, rounded before the weight is applied (as in transformers)."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+class _Memory:
+    """Makes modules whose weights are uninitialised memory."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._eps, self._dtype, self._device = config.rms_norm_eps, dtype, device
+
+    def weight(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self._dtype, device=self._device), requires_grad=False)
+
+    def linear(self, num_in: int, num_out: int, *, bias: bool) -> Linear:
+        return Linear(self.weight(num_out, num_in), self.weight(num_out) if bias else None)
+
+    def norm(self, size: int) -> RMSNorm:
+        return RMSNorm(self.weight(size), self._eps)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention, then a pre-norm SwiGLU (Shazeer 2020); each adds to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, memory: _Memory) -> None:
+        super().__init__()
+        self.index = index
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.attention_norm = memory.norm(hidden)
+        self.qkv = memory.linear(hidden, q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.q_norm = memory.norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = memory.norm(config.head_dim) if config.qk_norm else None
+        self.o = memory.linear(q_size, hidden, bias=config.o_bias)
+        self.mlp_norm = memory.norm(hidden)
+        self.gate_up = memory.linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down = memory.linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(self, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend) -> Tensor:
+        heads = self.qkv(self.attention_norm(x_TE)).unflatten(-1, (-1, self.head_dim))
+        q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        q_THD, k_TKD = rotate(q_THD, cos_T1D, sin_T1D), rotate(k_TKD, cos_T1D, sin_T1D)
+        x_TE = x_TE + self.o(attend(self.index, q_THD, k_TKD, v_TKD).flatten(1))
+        gate, up = self.gate_up(self.mlp_norm(x_TE)).chunk(2, dim=-1)
+        return x_TE + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """The whole model, with uninitialised weights: `weights.load_model` makes one that is ready."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        memory = _Memory(config, dtype, device)
+        self.embed = memory.weight(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, memory) for i in range(config.num_layers))
+        self.norm = memory.norm(config.hidden_size)
+        self.head = Linear(self.embed if config.tied_head else memory.weight(*self.embed.shape))
+        # Always float32: a position of 100,000 in bfloat16 would be off by hundreds.
+        inv_freq = rope_frequencies(config.rope, config.head_dim).to(device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, E] after the last norm, of T tokens of any requests in any order."""
+        angles_TD = positions_T[:, None].float() * self.inv_freq
+        cos_T1D = (angles_TD.cos() * self.config.rope.attention_factor).to(self.dtype)[:, None]
+        sin_T1D = (angles_TD.sin() * self.config.rope.attention_factor).to(self.dtype)[:, None]
+        x_TE = F.embedding(input_ids_T, self.embed)
+        for layer in self.layers:
+            x_TE = layer(x_TE, cos_T1D, sin_T1D, attend)
+        return self.norm(x_TE)
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        """Scores [S, V] of the next token, in the model's dtype, for those rows of `forward` that sample."""
+        return self.head(hidden_SE)

@@ -1,0 +1,146 @@
+"""What each step did, as plain data and as one JSON line a step; written by the core, read by the laboratory.
+
+The engine calls an optional `Observer`; it does not know what the observer does with a record. A file starts
+with a `TraceHeader` line, then one `StepRecord` line a step, so that a truncated file keeps whatever was whole.
+Everything a scheduler decided on (arrivals, aborts) and everything it decided is in there: a run can be replayed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol
+
+import msgspec
+
+from nanoserve.request import EngineRequest, Reason
+
+if TYPE_CHECKING:
+    from nanoserve.config import EngineConfig
+
+TRACE_VERSION = 1
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """First line of a trace: format version and the engine's config (classes by name)."""
+
+    version: int = TRACE_VERSION
+    config: dict[str, str | int | float | bool | None] = {}
+    device: str = ""
+
+
+class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One step. Times are seconds of one monotonic clock (the machine's, or a simulator's virtual one)."""
+
+    step: int
+    start_s: float  # schedule() was called
+    launched_s: float  # the plan went to the runner
+    end_s: float  # the sampled tokens were there and update() had run
+    arrivals: list[EngineRequest] = []  # added since the step before
+    aborts: list[str] = []  # asked for since the step before, or while this step ran
+    num_scheduled_tokens: dict[str, int] = {}
+    budget: int = 0
+    hit_tokens: dict[str, int] = {}  # of requests admitted in this step: tokens found in the cache, or swapped in
+    resumed: list[str] = []  # admitted again after a preemption
+    preempted: list[str] = []
+    left_out: dict[str, Reason] = {}
+    new_blocks: dict[str, list[int]] = {}  # blocks added to each table
+    num_free_blocks: int = 0  # after the step
+    num_used_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0  # swapped and preempted ones included
+    sampled: dict[str, list[int]] = {}  # accepted by update()
+    finished: dict[str, str] = {}  # id -> finish reason
+    error: str = ""  # of a step that failed; only in a crash dump
+
+
+class Observer(Protocol):
+    """Lives where the core lives, and is called from its thread."""
+
+    def on_start(self, header: TraceHeader) -> None: ...
+    def on_step(self, record: StepRecord) -> None: ...
+    def close(self) -> None: ...
+
+
+class ListRecorder:
+    """Keeps the records in memory."""
+
+    def __init__(self) -> None:
+        self.header = TraceHeader()
+        self.records: list[StepRecord] = []
+
+    def on_start(self, header: TraceHeader) -> None:
+        self.header = header
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonlRecorder:
+    """Writes one JSON line a step to a file, from `on_start` to `close`. Until then it is a path, so that it can
+    travel to the process that the core lives in."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._encoder = msgspec.json.Encoder()
+        self._file: IO[bytes] | None = None
+
+    def on_start(self, header: TraceHeader) -> None:
+        self._file = self.path.open("wb")
+        self._write(header)
+
+    def on_step(self, record: StepRecord) -> None:
+        self._write(record)
+
+    def _write(self, item: msgspec.Struct) -> None:
+        assert self._file is not None, "on_start comes first"
+        self._file.write(self._encoder.encode(item) + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __reduce__(self) -> tuple[type[JsonlRecorder], tuple[Path]]:
+        return JsonlRecorder, (self.path,)
+
+
+def describe_config(config: EngineConfig) -> dict[str, str | int | float | bool | None]:
+    """The config as JSON values; classes by name."""
+    described: dict[str, str | int | float | bool | None] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        described[f.name] = value.__name__ if isinstance(value, type) else value
+    return described
+
+
+class TraceError(ValueError):
+    """A trace file that cannot be read. `records` holds whatever was whole before the fault."""
+
+    def __init__(self, message: str, records: list[StepRecord]) -> None:
+        super().__init__(message)
+        self.records = records
+
+
+def read_trace(path: str | os.PathLike[str]) -> tuple[TraceHeader, list[StepRecord]]:
+    """Header and records of a trace file, or of a crash dump. TraceError, naming the line, when it is damaged."""
+    lines = Path(path).read_bytes().splitlines()
+    records: list[StepRecord] = []
+    if not lines:
+        raise TraceError(f"{path} is empty; a trace starts with a header line.", records)
+    try:
+        header = msgspec.json.decode(lines[0], type=TraceHeader)
+    except msgspec.MsgspecError as error:
+        raise TraceError(f"{path}, line 1: not a trace header ({error}).", records) from None
+    if header.version != TRACE_VERSION:
+        raise TraceError(f"{path} has format version {header.version}; this build reads {TRACE_VERSION}.", records)
+    decoder = msgspec.json.Decoder(StepRecord)
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.MsgspecError as error:
+            raise TraceError(f"{path}, line {number}: not a step record ({error}).", records) from None
+    return header, records

@@ -1,0 +1,253 @@
+"""The table of faults, with real processes and real signals: nothing hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faulty import (
+    CrashesAtStart,
+    DiesAtStart,
+    DiesInStep,
+    RaisesInStep,
+    RefusesToStart,
+    SlowRunner,
+    StuckInStep,
+    children_of,
+    collect,
+    config_of,
+    is_alive,
+    request,
+    wait_until,
+)
+
+from nanoserve.client import CoreProcessClient, EngineDeadError, InProcessClient, SplitRunnerClient
+from nanoserve.record import StepRecord, read_trace
+
+LAYOUTS = [InProcessClient, CoreProcessClient, SplitRunnerClient]
+PROCESS_LAYOUTS = LAYOUTS[1:]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_process_layout = pytest.mark.parametrize("layout", PROCESS_LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def dumps_go_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def footprint(client) -> tuple[list[int], Path]:
+    """Every process and folder of a client that is alive."""
+    pids = [client._child.pid, *children_of(client._child.pid)]
+    assert len(pids) == (2 if isinstance(client, SplitRunnerClient) else 1)
+    return pids, Path(client._folder)
+
+
+def check_gone(pids: list[int], folder: Path, timeout: float = 5.0) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), timeout, f"processes {pids} are gone")
+    wait_until(lambda: not folder.exists(), timeout, f"{folder} is gone")
+
+
+def start_serving(layout, runner=SlowRunner, **fields):
+    client = layout(config_of(runner, **fields))
+    for i in range(3):
+        client.submit(request(f"r{i}", max_tokens=900))
+    return client
+
+
+def check_dead(client) -> None:
+    """The death is sticky: every later call says so at once."""
+    for call in (lambda: client.poll(0.1), lambda: client.submit(request("late")), lambda: client.call("anything")):
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            call()
+        assert time.monotonic() - start < 1
+
+
+def poll_to_death(client, timeout: float) -> EngineDeadError:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            client.poll(0.5)
+        except EngineDeadError as error:
+            return error
+    raise AssertionError(f"the engine was still alive after {timeout} s")
+
+
+@every_layout
+def test_an_exception_in_a_step_ends_every_request_and_leaves_a_crash_dump(layout, dumps_go_to):
+    client = layout(config_of(RaisesInStep))
+    pids, folder = footprint(client) if layout is not InProcessClient else ([], dumps_go_to / "none")
+    client.submit(request("a"))
+    error = poll_to_death(client, 30)
+    assert "cursed" in str(error)
+    check_dead(client)
+    client.close()
+    check_gone(pids, folder)
+    (dump,) = dumps_go_to.glob("nanoserve-crash-*.jsonl")
+    header, records = read_trace(dump)
+    assert header.config["scheduler"] == "UnifiedScheduler"
+    assert [record.step for record in records] == [1, 2, 3]
+    assert "cursed" in records[-1].error
+    assert records[-1].num_scheduled_tokens == {"a": 1}
+    assert all(isinstance(record, StepRecord) and not record.error for record in records[:-1])
+
+
+@every_process_layout
+def test_a_killed_core_is_noticed_within_a_second(layout):
+    client = start_serving(layout)
+    pids, folder = footprint(client)
+    client.poll(5)
+    os.kill(pids[0], signal.SIGKILL)
+    start = time.monotonic()
+    error = poll_to_death(client, 30)
+    assert time.monotonic() - start < 2
+    assert "SIGKILL" in str(error)
+    check_dead(client)
+    client.close()
+    check_gone(pids, folder)
+
+
+def test_a_killed_runner_ends_the_core():
+    client = start_serving(SplitRunnerClient)
+    pids, folder = footprint(client)
+    client.poll(5)
+    os.kill(pids[1], signal.SIGKILL)
+    start = time.monotonic()
+    error = poll_to_death(client, 30)
+    assert time.monotonic() - start < 3
+    assert "runner" in str(error)
+    check_dead(client)
+    client.close()
+    check_gone(pids, folder)
+
+
+@every_process_layout
+def test_a_step_that_kills_its_process_is_noticed(layout):
+    client = start_serving(layout, DiesInStep)
+    pids, folder = footprint(client)
+    poll_to_death(client, 30)
+    client.close()
+    check_gone(pids, folder)
+
+
+def test_a_stuck_runner_is_a_failure():
+    client = start_serving(SplitRunnerClient, StuckInStep, execute_timeout_s=0.5)
+    pids, folder = footprint(client)
+    error = poll_to_death(client, 30)
+    assert "execute_timeout_s=0.5" in str(error)
+    client.close()
+    check_gone(pids, folder)
+
+
+@every_layout
+@pytest.mark.parametrize(
+    ("runner", "kind", "message"),
+    [
+        (RefusesToStart, ValueError, "model 'nowhere' is not there"),
+        (CrashesAtStart, (RuntimeError, ZeroDivisionError), "a bug in start-up"),
+        (DiesAtStart, RuntimeError, "SIGKILL"),
+    ],
+)
+def test_a_child_that_cannot_start_says_why_at_once_and_leaves_nothing(layout, runner, kind, message, dumps_go_to):
+    if runner is DiesAtStart and layout is InProcessClient:
+        return  # that is the test itself
+    start = time.monotonic()
+    with pytest.raises(kind, match=message):
+        layout(config_of(runner))
+    assert time.monotonic() - start < 20  # a start, not a timeout
+    assert not list(dumps_go_to.glob("nanoserve-*"))
+    wait_until(lambda: not children_of(os.getpid()), 5, "no child is left")
+
+
+@every_process_layout
+def test_a_killed_front_end_takes_everything_with_it(layout, dumps_go_to):
+    program = (
+        "import sys, time\n"
+        "from faulty import *\n"
+        f"from nanoserve.client import {layout.__name__} as layout\n"
+        "client = layout(config_of(SlowRunner))\n"
+        "client.submit(request('a', max_tokens=900))\n"
+        "client.poll(5)\n"
+        "print(client._folder, client._child.pid, *children_of(client._child.pid), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert front.stdout is not None
+        folder, *pids = front.stdout.readline().split()
+        assert len(pids) == (2 if layout is SplitRunnerClient else 1)
+    finally:
+        front.kill()
+        front.wait()
+    check_gone([int(pid) for pid in pids], Path(folder))
+
+
+@every_process_layout
+@pytest.mark.parametrize("how", ["exit", "exception"])
+def test_a_front_end_that_forgets_to_close_leaves_nothing(layout, how, dumps_go_to):
+    program = (
+        "from faulty import *\n"
+        f"from nanoserve.client import {layout.__name__} as layout\n"
+        "client = layout(config_of(SlowRunner))\n"
+        "print(client._folder, client._child.pid, *children_of(client._child.pid), flush=True)\n"
+        + ("raise RuntimeError('front end')\n" if how == "exception" else "")
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60, check=False
+    )
+    folder, *pids = done.stdout.split()
+    check_gone([int(pid) for pid in pids], Path(folder))
+
+
+@every_process_layout
+def test_sigterm_aborts_what_runs_and_exits_cleanly(layout):
+    client = start_serving(layout)
+    pids, folder = footprint(client)
+    client.poll(5)
+    os.kill(pids[0], signal.SIGTERM)
+    _, ends = collect(client, 3)
+    assert set(ends.values()) == {"abort"}
+    poll_to_death(client, 10)
+    assert client._child.exit_code == 0
+    client.close()
+    check_gone(pids, folder)
+
+
+@every_process_layout
+def test_sigterm_drains_what_runs_and_refuses_the_rest(layout):
+    client = layout(config_of(SlowRunner, shutdown_timeout_s=60.0))
+    pids, folder = footprint(client)
+    client.submit(request("a", max_tokens=50))
+    client.poll(5)
+    os.kill(pids[0], signal.SIGTERM)
+    time.sleep(0.2)  # so that the signal comes first
+    client.submit(request("late"))
+    tokens, ends = collect(client, 2)
+    assert ends == {"a": "length", "late": "abort"}
+    assert tokens.get("late", []) == []
+    poll_to_death(client, 10)
+    assert client._child.exit_code == 0
+    client.close()
+    check_gone(pids, folder)
+
+
+@every_process_layout
+def test_a_drain_ends_at_its_timeout(layout):
+    client = layout(config_of(SlowRunner, shutdown_timeout_s=0.5))
+    pids, folder = footprint(client)
+    client.submit(request("a", max_tokens=1000))
+    client.poll(5)
+    os.kill(pids[0], signal.SIGTERM)
+    assert collect(client, 1)[1] == {"a": "abort"}
+    poll_to_death(client, 10)
+    client.close()
+    check_gone(pids, folder)

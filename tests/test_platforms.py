@@ -1,0 +1,68 @@
+"""Laws of platforms: what is asked for is there or refused by name, and the KV pool leaves room for the machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanoserve import platforms
+from nanoserve.attention import TorchAttention
+from nanoserve.platforms import GIB, CpuPlatform, CudaPlatform, RocmPlatform, available_memory, resolve_platform
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, hip: str | None = None, cuda: str | None = None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+def test_every_machine_has_its_own_auto(monkeypatch):
+    pretend(monkeypatch, gpu=False)
+    assert isinstance(resolve_platform("auto"), CpuPlatform)
+    pretend(monkeypatch, gpu=True, cuda="13.0")
+    assert type(resolve_platform("auto")) is type(resolve_platform("cuda")) is CudaPlatform
+    pretend(monkeypatch, gpu=True, hip="7.0")
+    assert type(resolve_platform("auto")) is type(resolve_platform("rocm")) is RocmPlatform
+    assert isinstance(resolve_platform("cpu"), CpuPlatform)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:1", "", "CPU"])
+def test_every_unknown_device_is_refused_by_name(device):
+    with pytest.raises(ValueError, match=rf"device='{device}' is not supported; use one of auto, cpu, cuda, rocm"):
+        resolve_platform(device)
+
+
+def test_every_absent_gpu_is_refused_with_what_is_there(monkeypatch):
+    pretend(monkeypatch, gpu=False)
+    for device in ("cuda", "rocm"):
+        with pytest.raises(
+            ValueError, match=f"'{device}' was asked for, but torch sees no GPU here.* use device='cpu'"
+        ):
+            resolve_platform(device)
+    pretend(monkeypatch, gpu=True, hip="7.0")
+    with pytest.raises(ValueError, match="'cuda' was asked for, but torch sees rocm here; use device='rocm'"):
+        resolve_platform("cuda")
+
+
+def test_every_platform_answers_the_same_questions(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
+    for platform, device, dtype in ((CpuPlatform(), "cpu", "float32"), (CudaPlatform(), "cuda", "auto")):
+        assert platform.device == torch.device(device)
+        assert platform.default_dtype == dtype
+        assert platform.default_attention is TorchAttention
+    assert CudaPlatform().kv_cache_bytes() == RocmPlatform().kv_cache_bytes() == 34 * GIB
+
+
+@pytest.mark.parametrize(("available", "pool"), [(64 * GIB, 2 * GIB), (4 * GIB, 2 * GIB), (3 * GIB, 3 * GIB // 2)])
+def test_every_cpu_pool_leaves_half_of_what_is_available(monkeypatch, available, pool):
+    monkeypatch.setattr(platforms, "available_memory", lambda: available)
+    assert CpuPlatform().kv_cache_bytes() == pool
+
+
+def test_every_container_limit_bounds_what_is_available(monkeypatch):
+    assert 0 < available_memory() < 2**50
+    texts = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 4096 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
+    monkeypatch.setattr(platforms.Path, "read_text", lambda path: texts[str(path)])
+    assert available_memory() == 2**22
+    texts["/sys/fs/cgroup/memory.max"] = "1000000\n"
+    assert available_memory() == 10**6
