@@ -42,6 +42,7 @@ class CommandModule(Protocol):
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "generate": Command("nanoserve.api.cli_generate", "text from a model, streamed to the terminal"),
+        "serve": Command("nanoserve.api.cli_serve", "an OpenAI-compatible server, with a page to talk to the model"),
         "ladder": Command("nanoserve.lab.ladder", "the stages from v0 to v1 on the same loads, side by side"),
     }
 )
