@@ -43,6 +43,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "generate": Command("nanoserve.api.cli_generate", "text from a model, streamed to the terminal"),
         "serve": Command("nanoserve.api.cli_serve", "an OpenAI-compatible server, with a page to talk to the model"),
+        "bench": Command("nanoserve.lab.bench", "one load on a running server or on an engine"),
+        "doctor": Command("nanoserve.api.cli_doctor", "device, versions, memory, and what was left over"),
         "ladder": Command("nanoserve.lab.ladder", "the stages from v0 to v1 on the same loads, side by side"),
     }
 )

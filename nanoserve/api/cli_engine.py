@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from nanoserve.api.engine_options import FIELDS, engine_config
 from nanoserve.config import SEAMS, STAGES, EngineConfig
@@ -74,6 +75,7 @@ def add_engine_arguments(
     engine.add_argument("--device", help="auto, cpu, cuda")
     engine.add_argument("--dtype", help="auto, float32, bfloat16, float16")
     engine.add_argument("--load-format", help="auto, or dummy: random weights from the model's config alone")
+    engine.add_argument("--num-threads", type=int, metavar="N", help="of a CPU; default: by the size of the model")
     engine.add_argument("--seed", type=int, help=seed_use)
     _add_memory_arguments(parser.add_argument_group("KV pool"))
     _add_scheduler_arguments(parser.add_argument_group("scheduler"))
@@ -134,6 +136,7 @@ def open_recorder(path: str | None) -> Iterator[JsonlRecorder | None]:
     if path is None:
         yield None
         return
+    Path(path).open("wb").close()  # here, where it is bad input; the core may live in another process
     recorder = JsonlRecorder(path)
     try:
         yield recorder
