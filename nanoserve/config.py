@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
-from nanoserve.client import InProcessClient
+from nanoserve.client import CoreProcessClient, InProcessClient, SplitRunnerClient
 from nanoserve.runner import EagerRunner
 from nanoserve.scheduler import ChunkedNoMixScheduler, PhaseSplitScheduler, UnifiedScheduler
 
@@ -47,6 +47,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"  # "dummy": random weights from the config alone
+    num_threads: int | None = None  # CPU threads of a step; None: by the size of the model
     max_model_len: int | str | None = None  # None: the model's; "auto": shrunk to what the KV pool holds
     seed: int = 0
 
@@ -80,7 +81,12 @@ class EngineConfig:
         for name, low in (("block_size", 1), ("max_num_seqs", 1), ("num_swap_blocks", 0)):
             _at_least(name, getattr(self, name), low)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        for name, low in (("num_blocks", 2), ("kv_cache_memory_bytes", 1), ("max_num_batched_tokens", 1)):
+        for name, low in (
+            ("num_threads", 1),
+            ("num_blocks", 2),
+            ("kv_cache_memory_bytes", 1),
+            ("max_num_batched_tokens", 1),
+        ):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), low)
         if self.max_model_len not in (None, "auto"):
@@ -190,8 +196,9 @@ def _at_least(name: str, value: Any, low: int) -> None:
 def _stages() -> Mapping[str, EngineConfig]:
     v0 = EngineConfig()
     chunked = replace(v0, scheduler=UnifiedScheduler)
-    shared = replace(chunked, blocks=SharedBlocks)
-    return MappingProxyType({"v0": v0, "chunked": chunked, "shared": shared})
+    multiprocess = replace(chunked, client=CoreProcessClient)
+    shared = replace(multiprocess, blocks=SharedBlocks)
+    return MappingProxyType({"v0": v0, "chunked": chunked, "multiprocess": multiprocess, "shared": shared})
 
 
 STAGES: Mapping[str, EngineConfig] = _stages()
@@ -204,7 +211,11 @@ SEAMS: Mapping[str, Mapping[str, type]] = MappingProxyType(
             "chunked_no_mix": ChunkedNoMixScheduler,
             "unified": UnifiedScheduler,
         },
-        "client": {"inproc": InProcessClient},
+        "client": {
+            "inproc": InProcessClient,
+            "core_process": CoreProcessClient,
+            "split_runner": SplitRunnerClient,
+        },
         "blocks": {"private": PrivateBlocks, "v0_cached": V0CachedBlocks, "shared": SharedBlocks},
         "runner": {"eager": EagerRunner},
     }

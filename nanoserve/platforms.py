@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 CPU_POOL_BYTES = 2 * GIB
 CPU_POOL_SHARE = 0.5  # of what is available: the rest of the machine wants to live too
+SMALL_MODEL = 10_000_000  # parameters
 GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: activations take the rest
 PLATFORM_NAMES = ("auto", "cpu", "cuda", "rocm")
 
@@ -40,6 +41,10 @@ class Platform(Protocol):
         bytes they will take."""
         ...
 
+    def num_threads(self, num_parameters: int) -> int:
+        """CPU threads for the steps of a model of that size."""
+        ...
+
 
 class CpuPlatform:
     name: ClassVar[str] = "cpu"
@@ -55,6 +60,14 @@ class CpuPlatform:
 
     def kv_cache_bytes(self, reserved_bytes: int = 0) -> int:
         return min(CPU_POOL_BYTES, int(CPU_POOL_SHARE * max(0, available_memory() - reserved_bytes)))
+
+    def num_threads(self, num_parameters: int) -> int:
+        """As OMP_NUM_THREADS says. Else one for a small model, whose products are over before a second is awake."""
+        if "OMP_NUM_THREADS" in os.environ:
+            import torch
+
+            return torch.get_num_threads()
+        return 1 if num_parameters < SMALL_MODEL else num_cpus()
 
 
 class CudaPlatform:
@@ -74,6 +87,9 @@ class CudaPlatform:
 
         free, _ = torch.cuda.mem_get_info()
         return int(GPU_POOL_SHARE * max(0, free - reserved_bytes))
+
+    def num_threads(self, num_parameters: int) -> int:
+        return 1  # it only launches
 
 
 class RocmPlatform(CudaPlatform):
@@ -117,6 +133,11 @@ def _torch_build() -> str:
 
     kind = torch.version.hip or torch.version.cuda
     return f"torch {torch.__version__}" + ("" if kind else ", a build without GPU support")
+
+
+def num_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory() -> int:

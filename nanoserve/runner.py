@@ -262,6 +262,7 @@ class EagerRunner:
         self._cache: KVCache | None = None
         self.rows: dict[str, RequestRow] = {}
         self.model_config = self._model.config
+        torch.set_num_threads(config.num_threads or platform.num_threads(self.model_config.num_parameters))
         self.torch_dtype = self._model.dtype
         self.device = platform.name
         self.dtype = str(self.torch_dtype).removeprefix("torch.")

@@ -106,7 +106,7 @@ class CoreServer:
         code = 0
         try:
             self._loop()
-        except Exception as error:
+        except BaseException as error:  # whatever it was: the process must not live on without this thread
             code = 1
             path = self.core.dump_crash(error)
             logger.error("the engine core died in a step; its last steps are in %s\n%s", path, traceback.format_exc())

@@ -34,6 +34,15 @@ class RaisesInStep(DigestRunner):
         return super().launch(plan)
 
 
+class InterruptsInStep(DigestRunner):
+    """The third step raises what is no Exception."""
+
+    def launch(self, plan):
+        if plan.step == 3:
+            raise KeyboardInterrupt("the third step is cursed")
+        return super().launch(plan)
+
+
 class DiesInStep(DigestRunner):
     """The third step ends the process that it runs in."""
 

@@ -14,6 +14,7 @@ from faulty import (
     CrashesAtStart,
     DiesAtStart,
     DiesInStep,
+    InterruptsInStep,
     RaisesInStep,
     RefusesToStart,
     SlowRunner,
@@ -129,8 +130,9 @@ def test_a_killed_runner_ends_the_core():
 
 
 @every_process_layout
-def test_a_step_that_kills_its_process_is_noticed(layout):
-    client = start_serving(layout, DiesInStep)
+@pytest.mark.parametrize("runner", [DiesInStep, InterruptsInStep])
+def test_a_step_that_ends_its_process_is_noticed(layout, runner):
+    client = start_serving(layout, runner)
     pids, folder = footprint(client)
     poll_to_death(client, 30)
     client.close()

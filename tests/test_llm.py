@@ -26,7 +26,7 @@ from nanoserve.api.text import OutputText
 from nanoserve.api.tokenizer import Tokenizer
 from nanoserve.blocks import PrivateBlocks, SharedBlocks
 from nanoserve.checkpoint import resolve_model_dir
-from nanoserve.client import EngineDeadError
+from nanoserve.client import EngineDeadError, InProcessClient
 from nanoserve.request import EngineInfo, EngineOutput, EngineRequest, OutputKind, TokenLogprobs
 
 MODEL_LEN = 64
@@ -744,7 +744,7 @@ def interrupting_runner() -> type[Any]:
 def check_tokens_after_an_interrupt(wanted: list[int]) -> None:
     """The law: an interrupted step leaves nothing behind that changes a later answer."""
     prompt = ids_of(PROMPTS[2] * 6)
-    with LLM(runner=interrupting_runner(), **REAL) as llm:
+    with LLM(runner=interrupting_runner(), client=InProcessClient, **REAL) as llm:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt, prompt], greedy())
         (output,) = llm.generate([prompt], greedy(max_tokens=24))

@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def engine_config(model: str, **fields: object) -> EngineConfig:
     chosen = {"device": "cpu", "load_format": "dummy", "num_blocks": NUM_BLOCKS, "max_model_len": "auto", **fields}
-    return EngineConfig(model=model, num_swap_blocks=NUM_HOST_BLOCKS, **chosen)
+    return EngineConfig(model=model, preemption_mode="swap", num_swap_blocks=NUM_HOST_BLOCKS, **chosen)
 
 
 def build(model: str, cls: type[EagerRunner] = EagerRunner, **fields: object) -> EagerRunner:

@@ -12,12 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from nanoserve.lab.ladder_report import Run, StageReport
 from nanoserve.lab.loadgen import drive
 from nanoserve.lab.workload import Arrival, Workload
-from nanoserve.record import JsonlRecorder, StepRecord, TraceHeader
+from nanoserve.record import JsonlRecorder, StepRecord, read_trace
 
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
@@ -61,7 +59,7 @@ def run_once(
             info = _drive_engine(config, workload, recorder, on_tokens)
         finally:
             recorder.close()
-        header, records = _read(path)
+        header, records = read_trace(path)
     ids = workload.groups
     first = next(i for i, record in enumerate(records) if any(r.id in ids for r in record.arrivals))
     return records[first:], StageReport(header.config, info)
@@ -82,11 +80,6 @@ def _drive_engine(
         gc.collect()
         drive(client, workload, on_tokens=on_tokens)
         return client.info
-
-
-def _read(path: Path) -> tuple[TraceHeader, list[StepRecord]]:
-    header, _, lines = path.read_bytes().partition(b"\n")
-    return msgspec.json.decode(header, type=TraceHeader), msgspec.json.Decoder(StepRecord).decode_lines(lines)
 
 
 def warm_up(workload: Workload) -> Workload:
