@@ -333,7 +333,7 @@ class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.code}({self.behind})" if self.behind else self.code
 
 
-class NewRequest(msgspec.Struct, frozen=True):
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request the runner does not hold: new, resumed after a preemption, or swapped in. Travels whole."""
 
     id: str
@@ -345,7 +345,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     eos_token_id: int | None
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Everything a runner needs for one step. Continuing requests travel as differences.
 
     A row samples exactly when this step brings its computed tokens up to its known tokens.
@@ -379,7 +379,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: list[int]
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced: ids of the rows that sampled, and log-probabilities where they were asked for."""
 
     token_ids: dict[str, list[int]]
@@ -399,7 +399,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """News of one request after a step: new tokens, or its end (hop 10)."""
 
     id: str

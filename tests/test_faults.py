@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -253,3 +254,51 @@ def test_a_drain_ends_at_its_timeout(layout):
     poll_to_death(client, 10)
     client.close()
     check_gone(pids, folder)
+
+
+NUM_ROUNDS = 50
+
+
+def front_end(layout, folder: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A front end in a process of its own, busy with requests; its folder and children."""
+    program = (
+        "from faulty import *\n"
+        f"from nanoserve.client import {layout.__name__} as layout\n"
+        "client = layout(config_of(SlowRunner))\n"
+        "for i in range(3): client.submit(request(f'r{i}', max_tokens=900))\n"
+        "client.poll(5)\n"
+        "print(client._folder, client._child.pid, *children_of(client._child.pid), flush=True)\n"
+        "while True: client.poll(1)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", program]
+    front = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+    assert front.stdout is not None
+    name, *pids = front.stdout.readline().split()
+    return front, Path(name), [int(pid) for pid in pids]
+
+
+@pytest.mark.slow
+@every_process_layout
+@pytest.mark.parametrize("victim", ["core", "runner", "front end"])
+def test_fifty_kills_leave_no_hang_and_no_leftover(layout, victim, dumps_go_to):
+    if victim == "runner" and layout is not SplitRunnerClient:
+        return  # it has none
+    rng = random.Random(victim)
+    for _ in range(NUM_ROUNDS):
+        if victim == "front end":
+            front, folder, pids = front_end(layout, dumps_go_to)
+            time.sleep(rng.uniform(0, 0.1))
+            front.kill()
+            front.wait(5)
+        else:
+            client = start_serving(layout)
+            pids, folder = footprint(client)
+            client.poll(5)
+            time.sleep(rng.uniform(0, 0.1))
+            os.kill(pids[victim == "runner"], signal.SIGKILL)
+            start = time.monotonic()
+            poll_to_death(client, 30)
+            assert time.monotonic() - start < 5
+            client.close()
+        check_gone(pids, folder)

@@ -122,3 +122,43 @@ class DigestRunner:
 
     def close(self) -> None:
         self.rows.clear()
+
+
+class NullRunner:
+    """Speaks `Runner` and computes nothing: every row that has caught up gets token 1. What a step then costs is
+    everything but the model."""
+
+    device = "cpu"
+    dtype = "null"
+    model_len = MODEL_LEN
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._missing: dict[str, int] = {}  # request id -> known tokens that are not computed yet
+        self._result = StepResult({})
+
+    def pool_blocks(self, block_size: int) -> int:
+        return 2**16
+
+    def allocate(self, config: EngineConfig) -> None:
+        self._missing.clear()
+
+    def launch(self, plan: StepPlan) -> NullRunner:
+        for request_id in (*plan.preempted, *plan.finished):
+            self._missing.pop(request_id, None)
+        for new in plan.new:
+            self._missing[new.id] = len(new.token_ids) - new.num_computed_tokens
+        sampled: dict[str, list[int]] = {}
+        for request_id, n in plan.num_scheduled_tokens.items():
+            self._missing[request_id] -= n
+            if self._missing[request_id] == 0:
+                self._missing[request_id] = 1
+                sampled[request_id] = [1]
+        self._result = StepResult(sampled)
+        return self
+
+    def wait(self) -> StepResult:
+        return self._result
+
+    def close(self) -> None:
+        self._missing.clear()
