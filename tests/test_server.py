@@ -24,7 +24,7 @@ from fakes_client import HandClient, hand_client, tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoserve import STAGES, __version__
+from nanoserve import LLM, STAGES, SamplingParams, __version__
 from nanoserve.api import cli, sse
 from nanoserve.api.async_llm import AsyncLLM
 from nanoserve.api.listen import Listener, address_of, bind
@@ -258,6 +258,21 @@ def test_every_client_that_leaves_frees_everything(served: Served) -> None:
     assert time.monotonic() - start_s < 5.0
 
 
+def test_every_one_of_many_streams_tells_the_offline_text(served: Served) -> None:
+    prompts = [f"{PROMPT}, number {i}" * (1 + i % 5) for i in range(40)]
+    with LLM(config=STAGES["shared"], client=InProcessClient, **SMALL) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+    expected = [(answer.text, len(answer.token_ids)) for output in outputs for answer in output.outputs]
+
+    def ask(prompt: str) -> tuple[str, int]:
+        (choice,), usage = completion(served.client, stream=True, prompt=prompt, max_tokens=24)
+        return choice["text"], usage.completion_tokens
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(ask, prompts)) == expected
+    served.until_idle()
+
+
 def test_errors_arrive_as_the_clients_own_exceptions(served: Served) -> None:
     create = served.client.completions.create
     with pytest.raises(openai.NotFoundError) as missing:
@@ -479,6 +494,12 @@ def test_every_bad_chat_is_refused_by_name(app: App, body: Any, param: str) -> N
     assert error_of(app.post("/v1/chat/completions", body), 400)["param"] == param
 
 
+def test_no_id_that_cannot_be_one_is_decoded(app: App) -> None:
+    for token_id in (-1, 2**31, 10**19):
+        assert error_of(app.post("/detokenize", {"tokens": [5, token_id]}), 400)["param"] == "tokens"
+    assert app.post("/detokenize", {"tokens": [2**31 - 1]}).json() == {"prompt": ""}
+
+
 def test_a_null_means_not_given(app: App) -> None:
     fields = ("n", "temperature", "stop", "logprobs", "stream", "tools", "best_of", "max_tokens", "logit_bias")
     assert app.post("/v1/completions", {"prompt": "x", **dict.fromkeys(fields)}).status_code == 200
@@ -517,7 +538,7 @@ FIELD_NAMES = st.sampled_from(
         lambda fields: json.dumps({"prompt": "x", **fields}).encode()
     ),
 )
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_malformed_request_gets_a_4xx_with_the_shape(app: App, path: str, body: bytes) -> None:
     response = app.post(path, body)
     if response.status_code != 200:

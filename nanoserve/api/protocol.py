@@ -69,7 +69,8 @@ def _number(low: float | None = None, high: float | None = None, **more: float) 
 
 
 _INT64 = {"low": -(2**63), "high": 2**63 - 1}
-TokenId = Annotated[int, _number(0, 2**31 - 1)]
+MAX_TOKEN_ID = 2**31 - 1
+TokenId = Annotated[int, _number(0, MAX_TOKEN_ID)]
 
 
 class StreamOptions(Body, kw_only=True):
@@ -338,3 +339,12 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, str]]:
         }
         for message in messages
     ]
+
+
+def tokens_of(body: DetokenizeRequest) -> list[int]:
+    """The ids to decode; one that is not in the vocabulary is no error, one that cannot be in any is."""
+    for i, token_id in enumerate(body.tokens):
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            text = f"tokens[{i}] must be in [0, {MAX_TOKEN_ID}], got {token_id!r:.40}."
+            raise ApiError(400, text, param="tokens")
+    return body.tokens

@@ -329,7 +329,8 @@ class ApiServer:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, protocol.DetokenizeRequest, self._deadline())
-        text = await asyncio.to_thread(self.llm.get_tokenizer().decode, body.tokens, skip_special_tokens=False)
+        ids = protocol.tokens_of(body)
+        text = await asyncio.to_thread(self.llm.get_tokenizer().decode, ids, skip_special_tokens=False)
         return _json({"prompt": text})
 
     async def health(self, request: Request) -> Response:
