@@ -285,7 +285,7 @@ def check(out: Path) -> None:
     assert gap < 1e-4, f"logits differ from transformers by {gap}"
 
     tokenizer, hf = Tokenizer.from_file(str(out / "tokenizer.json")), AutoTokenizer.from_pretrained(out)
-    absent = [letter for letter in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(letter) is None]
+    absent = set(pre_tokenizers.ByteLevel.alphabet()) - set(tokenizer.get_vocab())
     assert not absent, f"bytes not in the vocabulary: {absent}"
     strings = [chr(i) for i in range(0x3000)] + ["na\u00efve \U0001f600\u200d\U0001f680 \u4f60\r\n\t  x\n\n"]
     for text in [*strings, "".join(strings)]:
@@ -365,7 +365,7 @@ def train(args: argparse.Namespace) -> None:
     forward = torch.compile(trainer.model, dynamic=False) if args.compile else trainer.model
     before = trainer.history[-1] if trainer.history else {"step": 0, "cpu_s": 0.0, "wall_s": 0.0}
     cpu_zero, wall_zero = time.process_time() - before["cpu_s"], time.perf_counter() - before["wall_s"]
-    print(f"{len(train_texts)} documents, {len(windows.stream)} tokens; from step {before['step']}", flush=True)
+    print(f"{len(train_texts)} documents, {len(windows.stream)} tokens; step {before['step']}", flush=True)
     losses, since_s = [], time.perf_counter()
     for step in range(int(before["step"]), args.total_steps):
         rate = learning_rate_scale(step, args.total_steps, args.decay_steps)
@@ -388,13 +388,13 @@ def train(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    work, out = Path("build/nanostory-train"), Path(__file__).parents[1] / "nanoserve" / "models" / "nanostory"
+    work, out = Path("build/nanostory-train"), Path(__file__).parents[1] / "nanoserve/models/nanostory"
     add = parser.add_argument
     add("--data", type=Path, help="directory with *train* and *valid* .jsonl or .jsonl.xz files")
     add("--work", type=Path, default=work, help="where tokenizer and checkpoint are kept")
     add("--out", type=Path, default=out, help="the folder to export to (or to check)")
-    add("--total-steps", type=int, default=11000, help="of 4096 tokens each; lower it to decay early")
-    add("--decay-steps", type=int, default=3000, help="last steps, with a falling learning rate")
+    add("--total-steps", type=int, default=9100, help="of 4096 tokens each; lower it to decay early")
+    add("--decay-steps", type=int, default=3100, help="last steps, with a falling learning rate")
     add("--every", type=int, default=250, help="steps between validations and checkpoints")
     add("--seed", type=int, default=0)
     add("--compile", action="store_true", help="torch.compile the forward and backward pass (needs g++)")

@@ -10,11 +10,12 @@ import pytest
 
 from nanoserve.block_pool import NO_HIT, BlockPool, PrefixHit, cdiv
 from nanoserve.blocks import HASH_SEED, PrivateBlocks, SharedBlocks, V0CachedBlocks
+from nanoserve.config import SEAMS
 from nanoserve.invariants import check_blocks
 from nanoserve.request import ExtraKey, Request, SamplingParams, Status
 
 BLOCK_SIZE = 16
-MANAGERS = [PrivateBlocks, V0CachedBlocks, SharedBlocks]
+MANAGERS = list(SEAMS["blocks"].values())
 PREFIX = list(range(100, 148))  # three blocks
 
 

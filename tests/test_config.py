@@ -16,7 +16,7 @@ from nanoserve.config import SEAMS, STAGES, EngineConfig, get_stage
 from nanoserve.record import describe_config
 from nanoserve.scheduler import ChunkedNoMixScheduler, PhaseSplitScheduler, UnifiedScheduler
 
-SCHEDULERS = [PhaseSplitScheduler, ChunkedNoMixScheduler, UnifiedScheduler]
+SCHEDULERS = list(SEAMS["scheduler"].values())
 SWAP = {"preemption_mode": "swap", "num_swap_blocks": 4}
 
 

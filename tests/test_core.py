@@ -10,17 +10,17 @@ import msgspec
 import pytest
 from engines import WatchedRunner, engine_request, make_core
 
-from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
+from nanoserve.blocks import PrivateBlocks, SharedBlocks
 from nanoserve.client import EngineDeadError, InProcessClient
-from nanoserve.config import EngineConfig
+from nanoserve.config import SEAMS, EngineConfig
 from nanoserve.core import EngineCore, with_logprobs
 from nanoserve.lab.fakes import DigestRunner, reference_tokens
 from nanoserve.record import JsonlRecorder, ListRecorder, StepRecord, TraceHeader
 from nanoserve.request import EngineOutput, SamplingParams, StepResult, TokenLogprobs
-from nanoserve.scheduler import ChunkedNoMixScheduler, PhaseSplitScheduler, UnifiedScheduler
+from nanoserve.scheduler import UnifiedScheduler
 
-SCHEDULERS = [PhaseSplitScheduler, ChunkedNoMixScheduler, UnifiedScheduler]
-MANAGERS = [PrivateBlocks, V0CachedBlocks, SharedBlocks]
+SCHEDULERS = list(SEAMS["scheduler"].values())
+MANAGERS = list(SEAMS["blocks"].values())
 PROMPT = list(range(40))
 
 

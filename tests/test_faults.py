@@ -28,10 +28,11 @@ from faulty import (
     wait_until,
 )
 
-from nanoserve.client import CoreProcessClient, EngineDeadError, InProcessClient, SplitRunnerClient
+from nanoserve.client import EngineDeadError, InProcessClient, SplitRunnerClient
+from nanoserve.config import SEAMS
 from nanoserve.record import StepRecord, read_trace
 
-LAYOUTS = [InProcessClient, CoreProcessClient, SplitRunnerClient]
+LAYOUTS = list(SEAMS["client"].values())
 PROCESS_LAYOUTS = LAYOUTS[1:]
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_process_layout = pytest.mark.parametrize("layout", PROCESS_LAYOUTS)

@@ -9,12 +9,13 @@ from faulty import SlowRunner, children_of, collect, config_of, is_alive, reques
 
 from nanoserve import messages
 from nanoserve.blocks import PrivateBlocks, SharedBlocks
-from nanoserve.client import CoreProcessClient, EngineDeadError, InProcessClient, SplitRunnerClient
+from nanoserve.client import EngineDeadError, InProcessClient
+from nanoserve.config import SEAMS
 from nanoserve.lab.fakes import reference_tokens
 from nanoserve.record import JsonlRecorder
 from nanoserve.scheduler import PhaseSplitScheduler, UnifiedScheduler
 
-LAYOUTS = [InProcessClient, CoreProcessClient, SplitRunnerClient]
+LAYOUTS = list(SEAMS["client"].values())
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 

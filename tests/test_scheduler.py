@@ -11,7 +11,8 @@ from itertools import pairwise
 import pytest
 from engines import EOS, TOKEN, Bench, reasons
 
-from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
+from nanoserve.blocks import SharedBlocks, V0CachedBlocks
+from nanoserve.config import SEAMS
 from nanoserve.request import Status
 from nanoserve.scheduler import (
     BaseScheduler,
@@ -22,7 +23,7 @@ from nanoserve.scheduler import (
 )
 
 POLICIES = [PhaseSplitScheduler, ChunkedNoMixScheduler, UnifiedScheduler]
-MANAGERS = [PrivateBlocks, V0CachedBlocks, SharedBlocks]
+MANAGERS = list(SEAMS["blocks"].values())
 CHUNKING = [ChunkedNoMixScheduler, UnifiedScheduler]
 
 

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from nanoserve.block_pool import NO_HIT
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
+from nanoserve.config import SEAMS
 from nanoserve.core import EngineCore
 from nanoserve.lab.fakes import START, DigestRunner, mix, next_token, reference_tokens
 from nanoserve.request import EngineOutput, EngineRequest, Reason, SamplingParams, StepPlan
 from nanoserve.scheduler import BaseScheduler, ChunkedNoMixScheduler, Draft, PhaseSplitScheduler, UnifiedScheduler
 
-SCHEDULERS = [PhaseSplitScheduler, ChunkedNoMixScheduler, UnifiedScheduler]
-MANAGERS = [PrivateBlocks, V0CachedBlocks, SharedBlocks]
+SCHEDULERS = list(SEAMS["scheduler"].values())
+MANAGERS = list(SEAMS["blocks"].values())
 EVERYTHING = list(product(SCHEDULERS, MANAGERS))
 REASONS = {"budget", "seq_cap", "blocks", "fcfs_behind", "watermark", "preemption_this_step", "paused"}
 

@@ -28,7 +28,9 @@ from nanoserve import LLM, STAGES, SamplingParams, __version__
 from nanoserve.api import cli, sse
 from nanoserve.api.async_llm import AsyncLLM
 from nanoserve.api.listen import Listener, address_of, bind
+from nanoserve.api.outputs import RequestOutput
 from nanoserve.api.protocol import ChatRequest, CompletionRequest
+from nanoserve.api.responses import CompletionReply
 from nanoserve.api.server import ApiServer, ServerOptions
 from nanoserve.client import CoreProcessClient, InProcessClient
 from nanoserve.request import EngineRequest, TokenLogprobs
@@ -258,8 +260,9 @@ def test_every_client_that_leaves_frees_everything(served: Served) -> None:
     assert time.monotonic() - start_s < 5.0
 
 
-def test_every_one_of_many_streams_tells_the_offline_text(served: Served) -> None:
-    prompts = [f"{PROMPT}, number {i}" * (1 + i % 5) for i in range(40)]
+def check_many_streams(served: Served, num_streams: int) -> None:
+    """Every one of many streams at once tells the text of the offline engine."""
+    prompts = [f"{PROMPT}, number {i}" * (1 + i % 5) for i in range(num_streams)]
     with LLM(config=STAGES["shared"], client=InProcessClient, **SMALL) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
     expected = [(answer.text, len(answer.token_ids)) for output in outputs for answer in output.outputs]
@@ -268,8 +271,24 @@ def test_every_one_of_many_streams_tells_the_offline_text(served: Served) -> Non
         (choice,), usage = completion(served.client, stream=True, prompt=prompt, max_tokens=24)
         return choice["text"], usage.completion_tokens
 
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        assert list(pool.map(ask, prompts)) == expected
+    with ThreadPoolExecutor(num_streams) as pool:
+        told = list(pool.map(ask, prompts))
+    assert told == expected
+
+
+def test_no_stream_of_many_loses_or_doubles_a_token(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many_streams(served, 40)
+    served.until_idle()
+
+    chunks = CompletionReply.chunks
+
+    def with_an_echo(reply: CompletionReply, output: RequestOutput) -> Iterator[Choice]:
+        once = list(chunks(reply, output))
+        return iter(once if output.finished else once * 2)
+
+    monkeypatch.setattr(CompletionReply, "chunks", with_an_echo)  # a planted bug
+    with pytest.raises(AssertionError):
+        check_many_streams(served, 2)
     served.until_idle()
 
 
