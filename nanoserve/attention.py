@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from nanoserve.runner import KVCache
@@ -59,6 +58,10 @@ class AttentionBackend(Protocol):
 class TorchAttention:
     """Gather each row's blocks, then torch's scaled_dot_product_attention: exact, and runs on every platform."""
 
+    def __init__(self) -> None:
+        self._batch: AttentionBatch | None = None
+        self._masks: dict[int, Tensor] = {}  # by row of that batch: every layer uses the same ones
+
     def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
         is_stored_T = slot_mapping_T >= 0
         slots = slot_mapping_T[is_stored_T]
@@ -70,14 +73,19 @@ class TorchAttention:
     def attend(self, q_THD: Tensor, kv_cache: KVCache, layer: int, batch: AttentionBatch) -> Tensor:
         out_THD = q_THD.new_zeros(q_THD.shape)
         blocks_2NKPD = kv_cache.blocks[layer]
+        if batch is not self._batch:
+            self._batch, self._masks = batch, {}
         singles = []
         for row, seq_len in enumerate(batch.seq_lens):
             start, end = batch.query_starts[row : row + 2]
             if end - start == 1 and seq_len:
                 singles.append(row)
             elif seq_len:
+                if end - start < seq_len and row not in self._masks:
+                    self._masks[row] = causal_mask(end - start, seq_len, q_THD)
                 table_1B = batch.block_table_RB[row : row + 1]
-                out_THD[start:end] = attend_chunk(q_THD[start:end], blocks_2NKPD, table_1B, seq_len)
+                mask = self._masks.get(row)
+                out_THD[start:end] = attend_chunk(q_THD[start:end], blocks_2NKPD, table_1B, seq_len, mask)
         max_keys = PADDED_NUMBERS // kv_cache.blocks[0, 0, 0, :, 0].numel()
         for rows in padded_groups(singles, batch.seq_lens, max_keys):
             tokens = [batch.query_starts[row] for row in rows]
@@ -87,19 +95,19 @@ class TorchAttention:
         return out_THD
 
 
-def attend_chunk(q_THD: Tensor, blocks_2NKPD: Tensor, block_table_1B: Tensor, seq_len: int) -> Tensor:
-    """T queries of one request, the last T of its `seq_len` tokens: [T, H, D]."""
+def attend_chunk(
+    q_THD: Tensor, blocks_2NKPD: Tensor, block_table_1B: Tensor, seq_len: int, mask_TL: Tensor | None
+) -> Tensor:
+    """T queries of one request, the last T of its `seq_len` tokens: [T, H, D]. No mask: they are all of them."""
     import torch.nn.functional as F
 
-    num_queries = len(q_THD)
     k_1KLD, v_1KLD = gather(blocks_2NKPD, block_table_1B, seq_len)
-    is_whole = num_queries == seq_len  # torch's own causal mask starts at key 0, and is quicker than a tensor
     out_1HTD = F.scaled_dot_product_attention(
         q_THD.transpose(0, 1)[None],
         k_1KLD,
         v_1KLD,
-        attn_mask=None if is_whole else causal_mask(num_queries, seq_len, q_THD.device),
-        is_causal=is_whole,
+        attn_mask=mask_TL,
+        is_causal=mask_TL is None,  # torch's own causal mask starts at key 0, and is quicker than a tensor
         enable_gqa=True,
     )
     return out_1HTD[0].transpose(0, 1)
@@ -141,12 +149,12 @@ def gather(blocks_2NKPD: Tensor, block_table_RB: Tensor, seq_len: int) -> tuple[
     return k_RKLD, v_RKLD
 
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """True where query i, of the last `num_queries` positions, may see key j: [num_queries, num_keys]."""
+def causal_mask(num_queries: int, num_keys: int, like: Tensor) -> Tensor:
+    """0 where query i, of the last `num_queries` positions, may see key j, else -inf: [num_queries, num_keys]."""
     import torch
 
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return mask.tril(num_keys - num_queries)
+    mask = torch.full((num_queries, num_keys), float("-inf"), dtype=like.dtype, device=like.device)
+    return mask.triu_(num_keys - num_queries + 1)
 
 
 def padded_groups(rows: Iterable[int], seq_lens: Sequence[int], max_keys: int) -> list[list[int]]:

@@ -240,7 +240,7 @@ def test_a_planted_write_to_slot_minus_one_is_seen():
 
 
 def test_a_planted_missing_causal_mask_is_seen(monkeypatch):
-    monkeypatch.setattr(attention, "causal_mask", lambda n, m, device: torch.ones(n, m, dtype=torch.bool))
+    monkeypatch.setattr(attention, "causal_mask", lambda n, m, like: like.new_zeros(n, m))
     with pytest.raises(AssertionError, match="off by"):
         check_definition(TorchAttention(), Case([(4, 9)]))
 

@@ -21,7 +21,7 @@ from nanoserve.request import NewRequest, SamplingParams, StepPlan, StepResult, 
 from nanoserve.runner import EagerRunner, KVCache, RequestRow
 
 VOCAB = 61
-NUM_BLOCKS = 200
+NUM_BLOCKS = 500
 NUM_HOST_BLOCKS = 20
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],

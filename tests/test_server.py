@@ -707,6 +707,22 @@ def test_the_command_serves_until_a_signal_and_leaves_in_good_order() -> None:
             process.kill()
 
 
+def test_no_answer_waits_for_an_acknowledgement() -> None:
+    """asyncio switches Nagle's algorithm off, which holds a second small write back for 40 ms, on TCP sockets only."""
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        with socket.create_connection(sock.getsockname(), WAIT_S), sock.accept()[0] as accepted:
+
+            async def is_undelayed() -> bool:
+                transport, _ = await asyncio.get_running_loop().connect_accepted_socket(asyncio.Protocol, accepted)
+                options = transport.get_extra_info("socket")
+                undelayed = options.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                transport.close()
+                return bool(undelayed)
+
+            assert asyncio.run(is_undelayed())
+
+
 def test_what_cannot_be_served_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def complaint(*arguments: str) -> str:
         assert cli.main(["serve", *arguments]) == 2

@@ -29,8 +29,10 @@ def bind(host: str, port: int) -> socket.socket:
 
     ValueError if the address cannot be had. Port 0: any free one."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, protocol, _, address = found[0]
+        # asyncio sends small answers at once (TCP_NODELAY) only on a socket that says it is TCP.
+        sock = socket.socket(family, socket.SOCK_STREAM, protocol)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ValueError(f"host {host!r} is not an address to listen on: {error}; use 127.0.0.1 or 0.0.0.0.") from None
     try:
