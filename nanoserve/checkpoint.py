@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
+MAX_COUNT, MAX_LAYERS, MAX_NUMBER, MAX_PARAMETERS = 2**31 - 1, 10_000, 1e30, 2**44
 
 
 def resolve_model_dir(name: str | Path, *, patterns: Sequence[str] = ALL_FILES) -> Path:
@@ -86,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError that names the file."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({_one_line(error)}); fetch the file again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object; fetch the file again.")
@@ -246,6 +247,19 @@ class ModelConfig:
                 f"num_attention_heads={self.num_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}; correct config.json."
             )
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers must be <= {MAX_LAYERS}, got {self.num_layers}; correct config.json.")
+        if self.max_model_len > MAX_COUNT:
+            raise ValueError(
+                f"max_position_embeddings, stretched by the rope's factor, must be <= {MAX_COUNT}, got "
+                f"{self.max_model_len}; correct config.json."
+            )
+        if self.num_parameters > MAX_PARAMETERS:
+            raise ValueError(
+                f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, vocab_size="
+                f"{self.vocab_size} and num_hidden_layers={self.num_layers} make a model of {self.num_parameters} "
+                f"weights, more than {MAX_PARAMETERS}; correct config.json."
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}; correct config.json.")
         if sliding_window is not None and sliding_window < self.max_model_len:
@@ -274,15 +288,15 @@ def _number(values: Mapping[str, Any], key: str, default: float | None = None) -
     """A key's value; null and absent both mean the default."""
     value = values.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a number > 0, got {value!r}; correct config.json.")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+        raise ValueError(f"{key} must be a number > 0 and <= {MAX_NUMBER}, got {value!r:.60}; correct config.json.")
     return value
 
 
 def _count(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _number(values, key, default)
-    if not isinstance(value, int):
-        raise ValueError(f"{key} must be an integer >= 1, got {value!r}; correct config.json.")
+    if not isinstance(value, int) or value > MAX_COUNT:
+        raise ValueError(f"{key} must be an integer >= 1 and <= {MAX_COUNT}, got {value!r:.60}; correct config.json.")
     return value
 
 

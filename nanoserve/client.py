@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nanoserve.record import Observer
     from nanoserve.runner import Runner
 
+OWN_OUTPUT = "inproc://output"  # the way into the output socket from this process
 MAX_SOCKET_PATH = 80  # characters of a folder that sockets fit in
 FOLDER_PREFIX = "nanoserve-"  # of a folder with sockets
 INPUT, OUTPUT = "input", "output"  # the sockets in it
@@ -195,6 +196,7 @@ class CoreProcessClient(_Client):
 
         super().__init__()
         self._folder, owner = _socket_folder()
+        self._finalizers: list[Callable[[], Any]] = [weakref.finalize(self, _remove, self._folder, owner)]
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.ROUTER)
         self._input.setsockopt(zmq.SNDHWM, 0)
@@ -203,14 +205,15 @@ class CoreProcessClient(_Client):
         self._output = self._context.socket(zmq.PULL)
         self._output.setsockopt(zmq.RCVHWM, 0)
         self._output.bind(f"ipc://{self._folder}/{OUTPUT}")
+        self._output.bind(OWN_OUTPUT)
         self._send_lock = threading.Lock()
         self._poll_lock = threading.Lock()
         self._pending: list[EngineOutput] = []  # came in while a utility call was waited for
         self._calls: dict[int, Future[Any]] = {}
         self._num_calls = 0
-        self._child = ChildProcess("engine core", core_main, on_exit=self._on_exit)
-        self._finalizer = weakref.finalize(self, _end_child, self._child, self._folder, owner)
         try:
+            self._child = ChildProcess("engine core", core_main, folder=self._folder, on_exit=self._on_exit)
+            self._finalizers.append(weakref.finalize(self, self._child.stop))
             self.info = self._start(config, observer)
         except BaseException:
             self.close()
@@ -222,7 +225,6 @@ class CoreProcessClient(_Client):
                 config,
                 observer,
                 type(self).make_runner,
-                self._folder,
                 f"ipc://{self._folder}/{INPUT}",
                 f"ipc://{self._folder}/{OUTPUT}",
             )
@@ -241,7 +243,7 @@ class CoreProcessClient(_Client):
 
         with contextlib.suppress(zmq.ZMQError):
             socket = self._context.socket(zmq.PUSH)
-            socket.connect(f"ipc://{self._folder}/{OUTPUT}")
+            socket.connect(OWN_OUTPUT)
             socket.send_multipart([messages.DEAD, f"the engine core {self._child.describe_exit()}".encode()])
             socket.close(linger=1000)
 
@@ -309,6 +311,7 @@ class CoreProcessClient(_Client):
         self._calls[call_id] = future
         self._send(messages.UTILITY, messages.encode(UtilityCall(call_id, method, list(args))))
         while not future.done():
+            self._check_alive()
             if self._poll_lock.acquire(timeout=0.01):  # else another thread polls, and will set the result
                 try:
                     if not future.done():
@@ -323,7 +326,8 @@ class CoreProcessClient(_Client):
     def close(self) -> None:
         if self._death is None:
             self._die("it was closed")
-        self._finalizer()
+        for finalizer in reversed(self._finalizers):
+            finalizer()
         with self._poll_lock, self._send_lock:
             self._context.destroy(linger=0)
 
@@ -345,7 +349,6 @@ def _socket_folder() -> tuple[str, int]:
     return folder, owner
 
 
-def _end_child(child: ChildProcess, folder: str, owner: int) -> None:
-    child.stop()
+def _remove(folder: str, owner: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(owner)

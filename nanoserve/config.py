@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from nanoserve.scheduler import BaseScheduler
 
 DEFAULT_MODEL = "nanostory"
+MAX_COUNT, MAX_BLOCKS = 2**63 - 1, 2**40
+MAX_TIMEOUT_S = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +80,32 @@ class EngineConfig:
         _one_of("free_order", self.free_order, ("uncached_first", "append"))
         _one_of("policy", self.policy, ("fcfs", "priority"))
         _one_of("preemption_mode", self.preemption_mode, ("recompute", "swap"))
-        for name, low in (("block_size", 1), ("max_num_seqs", 1), ("num_swap_blocks", 0)):
-            _at_least(name, getattr(self, name), low)
+        _at_least("seed", self.seed, -(2**63))
+        _at_least("block_size", self.block_size, 1, high=2**16)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("num_swap_blocks", self.num_swap_blocks, 0, high=MAX_BLOCKS)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        for name, low in (
-            ("num_threads", 1),
-            ("num_blocks", 2),
-            ("kv_cache_memory_bytes", 1),
-            ("max_num_batched_tokens", 1),
+        for name, low, high in (
+            ("num_threads", 1, 1024),
+            ("num_blocks", 2, MAX_BLOCKS),
+            ("kv_cache_memory_bytes", 1, MAX_COUNT),
+            ("max_num_batched_tokens", 1, MAX_COUNT),
         ):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), low)
+                _at_least(name, getattr(self, name), low, high)
         if self.max_model_len not in (None, "auto"):
             _at_least("max_model_len", self.max_model_len, 2)
         for name in ("start_timeout_s", "execute_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a finite number of seconds >= 0, got {value!r}.")
-        if self.watermark is not None and not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}; 0.01 keeps one block in a hundred.")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value <= MAX_TIMEOUT_S or (value == 0 and name != "shutdown_timeout_s"):
+                low = ">= 0" if name == "shutdown_timeout_s" else "> 0"
+                raise ValueError(f"{name} must be seconds {low} and at most {MAX_TIMEOUT_S:,}, got {value!r}.")
+        is_share = isinstance(self.watermark, int | float) and 0 <= self.watermark < 1
+        if self.watermark is not None and (isinstance(self.watermark, bool) or not is_share):
+            raise ValueError(
+                f"watermark must be in [0, 1), got {_show(self.watermark)}; 0.01 keeps one block in a hundred."
+            )
         self.scheduler.check_config(self)
         if self.num_swap_blocks and self.preemption_mode != "swap":
             raise ValueError(
@@ -188,9 +197,15 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(known)}.")
 
 
-def _at_least(name: str, value: Any, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}.")
+def _at_least(name: str, value: Any, low: int, high: int = MAX_COUNT) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer >= {low} and <= {high}, got {_show(value)}.")
+
+
+def _show(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 10**80:  # Python refuses to print thousands of digits
+        return "an integer of more than 80 digits"
+    return f"{value!r:.80}"
 
 
 def _stages() -> Mapping[str, EngineConfig]:
@@ -224,6 +239,6 @@ SEAMS: Mapping[str, Mapping[str, type]] = MappingProxyType(
 
 def get_stage(name: str) -> EngineConfig:
     """The stage of that name; ValueError with the known ones otherwise."""
-    if name not in STAGES:
+    if not isinstance(name, str) or name not in STAGES:
         raise ValueError(f"stage {name!r} is not known; use one of {', '.join(STAGES)}.")
     return STAGES[name]

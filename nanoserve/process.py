@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
+import shutil
 import signal
 import socket
 import struct
@@ -17,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -31,10 +34,15 @@ class ChildDiedError(RuntimeError):
 
 
 class Link:
-    """One end of the start-up socket between parent and child."""
+    """One end of the start-up socket between parent and child.
+
+    `on_gone` is for a child to set: called from another thread when the parent died or hung up, to end what it does
+    in an orderly way; when it returns, the process ends in any way.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.on_gone: Callable[[], None] = lambda: None
 
     def send(self, item: Any) -> None:
         data = cloudpickle.dumps(item)
@@ -65,21 +73,24 @@ class Link:
 class ChildProcess:
     """One child, started and awaited by a thread of its own.
 
-    `target` is a function of an importable module, called in the child as `target(link, *pass_fds)`. `on_exit` is
-    called from the awaiting thread when the child has ended, for whatever reason.
+    `target` is a function of an importable module, called in the child as `target(link, *pass_fds)`; it returns the
+    exit code. `folder` is removed at the child's end, whatever that is. `on_exit` is called from the awaiting thread
+    when the child has ended, for whatever reason.
     """
 
     def __init__(
         self,
         name: str,
-        target: Callable[..., None],
+        target: Callable[..., int],
         *,
+        folder: str = "",
         pass_fds: Sequence[int] = (),
         env: dict[str, str] | None = None,
         on_exit: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self._target = f"{target.__module__}:{target.__qualname__}"
+        self._folder = folder
         self._pass_fds = tuple(pass_fds)
         self._env = env or {}
         self._on_exit = on_exit
@@ -99,7 +110,8 @@ class ChildProcess:
         fds = (self._theirs.fileno(), *self._pass_fds)
         paths = [path or os.getcwd() for path in sys.path]
         env = {**os.environ, **self._env, "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "nanoserve.process", str(os.getpid()), self._target, *map(str, fds)]
+        command = [sys.executable, "-m", "nanoserve.process", str(os.getpid()), self._target]
+        command += [self._folder, *map(str, fds)]
         try:
             self._process = subprocess.Popen(command, pass_fds=fds, env=env, stdin=subprocess.DEVNULL)
         except OSError as error:
@@ -157,30 +169,39 @@ class ChildProcess:
                 return
 
 
-def exit_with_parent(link: Link, cleanup: Callable[[], None], grace_s: float = 2.0) -> None:
-    """From now on, end this process when the link ends (the parent died, or hung up): `cleanup` is asked to end it
-    in an orderly way, and after `grace_s` seconds it ends in any way."""
+def _main(parent_pid: str, target: str, folder: str, link_fd: str, *fds: str) -> None:
+    """The child. It never outlives its parent, not even while it loads, and its folder never outlives it."""
+    link = Link(socket.socket(fileno=int(link_fd)))
+
+    def leave(code: int) -> NoReturn:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # other threads may sit in their sockets; nothing of ours is left to finalise
 
     def watch() -> None:
-        try:
-            link.recv()
-        except (EOFError, OSError):
-            cleanup()
-            time.sleep(grace_s)
-            os._exit(1)
+        poller = select.poll()
+        poller.register(link.sock, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+        poller.poll()
+        link.on_gone()
+        leave(1)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def _main(parent_pid: str, target: str, link_fd: str, *fds: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: leave(128 + signal.SIGTERM))  # until the target has a better idea
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(parent_pid):
-            sys.exit(1)  # it died before the signal was set
-    module, _, name = target.partition(":")
-    function = getattr(__import__(module, fromlist=[name]), name)
-    function(Link(socket.socket(fileno=int(link_fd))), *map(int, fds))
+            leave(1)  # it died before the signal was set
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    code = 1
+    try:
+        module, _, name = target.partition(":")
+        function = getattr(__import__(module, fromlist=[name]), name)
+        code = function(link, *map(int, fds))
+    except BaseException:
+        traceback.print_exc()
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import msgspec
 
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
 MIN_TEMPERATURE = 0.01  # other temperatures are raised to this
+MAX_N = 16_384  # answers to one prompt, as in vLLM (VLLM_MAX_N_SEQUENCES)
 
 
 class OutputKind(enum.StrEnum):
@@ -127,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)  # nan and the infinities fail the comparison too
             _require(_is_number(value) and low <= value <= high, name, value, f"a number {limit}")
 
-        _require(_is_count(self.n, 1), "n", self.n, "an integer >= 1")
+        _require(_is_count(self.n, 1) and self.n <= MAX_N, "n", self.n, f"an integer >= 1 and <= {MAX_N}")
         in_range("temperature", 0, 2, "in [0, 2]")
         in_range("top_p", math.ulp(0.0), 1, "in (0, 1]")
         _require(_is_count(self.top_k, -1), "top_k", self.top_k, "an integer >= -1 (0 and -1 switch it off)")

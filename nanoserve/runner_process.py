@@ -7,13 +7,12 @@ differences, because a `StepPlan` is written that way. Laws: tests/test_layouts.
 
 from __future__ import annotations
 
-import os
 import traceback
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nanoserve.process import ChildDiedError, ChildProcess, Link, exit_with_parent
+from nanoserve.process import ChildDiedError, ChildProcess, Link
 from nanoserve.request import StepPlan, StepResult
 from nanoserve.ring import PeerGoneError, RingChannel
 
@@ -86,7 +85,7 @@ class RunnerProcess:
         self._child.stop()
 
 
-def runner_main(link: Link, memory_fd: int, wake_fd: int) -> None:
+def runner_main(link: Link, memory_fd: int, wake_fd: int) -> int:
     """The child: builds the runner, answers the start-up calls, then runs plans until the core hangs up."""
     channel = RingChannel.from_fds(memory_fd, wake_fd)
     config: EngineConfig = link.recv()
@@ -99,11 +98,11 @@ def runner_main(link: Link, memory_fd: int, wake_fd: int) -> None:
             if call == "allocate":
                 break
     except EOFError:
-        return
+        return 1
     except Exception as error:
-        link.send((False, error if isinstance(error, ValueError) else ChildDiedError(traceback.format_exc())))
-        return
-    exit_with_parent(link, cleanup=lambda: os._exit(0))  # nothing has a name, so nothing is left
+        expected = isinstance(error, ValueError)
+        link.send((False, ValueError(str(error)) if expected else ChildDiedError(traceback.format_exc())))
+        return 1
     plans = msgspec.msgpack.Decoder(StepPlan)
     try:
         while True:
@@ -115,3 +114,4 @@ def runner_main(link: Link, memory_fd: int, wake_fd: int) -> None:
             channel.send(answer)
     except PeerGoneError:
         runner.close()
+        return 0

@@ -75,8 +75,13 @@ def find_weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        if not weight_map or not isinstance(weight_map, dict):
             raise ValueError(f"{index} has no weight_map from tensors to files; fetch the file again.")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or not shard.isprintable() or not _is_inside(shard):
+                raise ValueError(
+                    f"{index}: weight_map names {shard!r:.80}, which is no file in the model folder; fetch it again."
+                )
         return [folder / shard for shard in sorted(set(weight_map.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -87,6 +92,11 @@ def find_weight_files(folder: Path) -> list[Path]:
             "a folder with safetensors weights (transformers' save_pretrained writes them)."
         )
     return found
+
+
+def _is_inside(shard: str) -> bool:
+    """Whether a relative name stays in its folder; a link there may lead out, as in the hub's cache."""
+    return not Path(shard).is_absolute() and ".." not in Path(shard).parts
 
 
 def checkpoint_slots(model: Decoder) -> dict[str, Tensor]:

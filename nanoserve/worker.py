@@ -10,11 +10,8 @@ Knows no text. Mirrors `vllm/v1/engine/core.py: EngineCoreProc`. Laws: tests/tes
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import shutil
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -25,11 +22,12 @@ import msgspec
 from nanoserve import messages
 from nanoserve.core import EngineCore
 from nanoserve.messages import CoreOutputs, UtilityCall, UtilityResult
-from nanoserve.process import Link, exit_with_parent
+from nanoserve.process import Link
 from nanoserve.request import EngineOutput, EngineRequest
 
 logger = logging.getLogger("nanoserve.core")
 WAKE_UP = (b"", None)
+GRACE_S = 2.0  # for an orderly end when the front end is gone
 
 
 class CoreStart(msgspec.Struct, frozen=True):
@@ -38,43 +36,29 @@ class CoreStart(msgspec.Struct, frozen=True):
     config: Any  # EngineConfig
     observer: Any  # Observer | None
     make_runner: Any  # Callable[[EngineConfig], Runner] | None: config.runner
-    folder: str  # private, holds the sockets
     input_address: str
     output_address: str
 
 
-def core_main(link: Link) -> None:
+def core_main(link: Link) -> int:
     """The child: builds the core, says that it is ready or why not, serves until it is told to end."""
     logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    parent = os.getppid()
     start: CoreStart = link.recv()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # until it serves
-    try:
-        code = _serve(link, start)
-    finally:
-        if os.getppid() != parent:  # else the parent removes it
-            shutil.rmtree(start.folder, ignore_errors=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the input thread sits in its socket; nothing of ours is left to finalise
-
-
-def _serve(link: Link, start: CoreStart) -> int:
     try:
         core = EngineCore.build(start.config, start.observer, start.make_runner)
     except Exception as error:
         expected = isinstance(error, ValueError)
-        link.send((False, error if expected else RuntimeError(traceback.format_exc())))
+        link.send((False, ValueError(str(error)) if expected else RuntimeError(traceback.format_exc())))
         return 1
     server = CoreServer(core, start.input_address, start.output_address)
     signal.signal(signal.SIGTERM, lambda *_: server.shut_down())
 
     def orphaned() -> None:
         server.shut_down(timeout_s=0.0)
-        shutil.rmtree(start.folder, ignore_errors=True)
+        time.sleep(GRACE_S)
 
+    link.on_gone = orphaned
     link.send((True, core.info))
-    exit_with_parent(link, cleanup=orphaned)
     return server.run()
 
 

@@ -164,6 +164,13 @@ BAD_INPUT = {
     "logprobs": ("--json --logprobs 99999 x", ["logprobs=99999", "vocabulary"]),
     "stop id": ("--stop-token-ids 99999 x", ["stop_token_ids holds 99999", "vocabulary"]),
     "empty stop": ("--stop | x", ["stop", "non-empty"]),
+    "huge size": (f"--max-tokens {'9' * 5000} x", ["--max-tokens", "99...99", f"at most {2**63 - 1}"]),
+    "huge number": (f"--max-num-seqs {'9' * 5000} x", ["--max-num-seqs", "99...99"]),
+    "huge seed": (f"--seed {'9' * 400} x", ["seed"]),
+    "huge block": ("--block-size 65537 x", ["block_size", "65536", "65537"]),
+    "threads": ("--num-threads 1025 x", ["num_threads", "1024", "1025"]),
+    "answers": ("--n 100000000 --temperature 1 x", ["n must be", "16384", "100000000"]),
+    "endless file": ("--file /dev/zero", ["/dev/zero is longer", "67108864 bytes"]),
     "record": ("--record {folder} x", ["Is a directory"]),
 }
 
@@ -179,8 +186,42 @@ def test_every_bad_input_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert captured.err.startswith("nanoserve generate: error: ")
     assert captured.err.count("\n") == 1, captured.err
+    assert len(captured.err) < 600, "a value is echoed whole"
     for part in wanted:
         assert part in captured.err
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("generate - <&-", "standard input is closed"),
+        ("generate --file - <&-", "standard input is closed"),
+        ("generate Once >&-", "standard output is closed"),
+    ],
+)
+def test_every_closed_stream_is_one_line(line: str, wanted: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -m nanoserve {line}', sys.executable], stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert wanted in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["serve", "--served-model-name", ""], "--served-model-name is empty"),
+        (["serve", "--api-key", "schlüssel"], "printable ASCII"),
+        (["ladder", "--stages="], f"use one of {', '.join(STAGES)}"),
+        (["ladder", "--stages", ","], f"use one of {', '.join(STAGES)}"),
+    ],
+)
+def test_every_empty_or_unsendable_name_is_refused(
+    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words) == 2
+    assert wanted in capsys.readouterr().err
 
 
 def test_an_error_of_ours_is_not_taken_for_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +282,7 @@ def test_a_flag_overrides_one_field_of_the_stage() -> None:
     [
         ("4096", 4096), ("16k", 16_000), ("16K", 16_384), ("512M", 512 * 2**20), ("2GiB", 2**31), ("2giB", 2**31),
         ("2GB", 2 * 10**9), ("1.5k", 1500), ("0.5G", 2**29), ("1 TiB", 2**40), ("7B", 7),
+        ("1.1k", 1100), (f"{2**63 - 1}", 2**63 - 1), ("0" * 5000 + "7", 7),
     ],
 )  # fmt: skip
 def test_a_size_is_read_as_vllm_reads_it(text: str, size: int) -> None:
@@ -250,6 +292,12 @@ def test_a_size_is_read_as_vllm_reads_it(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5", "1e6", "2 G i B", "0x10", "nan"])
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write it like"):
+        cli_engine.parse_size(text)
+
+
+@pytest.mark.parametrize("text", [f"{2**63}", "9" * 400, "9" * 5000, "9" * 400 + ".5k", "8388608T"])
+def test_a_size_beyond_64_bits_is_refused_with_the_largest(text: str) -> None:
+    with pytest.raises(ValueError, match=f"too large; give at most {2**63 - 1}"):
         cli_engine.parse_size(text)
 
 

@@ -4,6 +4,7 @@ is built; a stage is one change of the one above it.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
@@ -40,6 +41,15 @@ def resolve(model_len: int = 4096, pool_blocks: int = 2000, device: str = "cpu",
         ({"max_num_seqs": 1.5}, ["max_num_seqs", "integer", "1.5"]),
         ({"num_swap_blocks": -1}, ["num_swap_blocks", ">= 0", "-1"]),
         ({"long_prefill_token_threshold": -1}, ["long_prefill_token_threshold", ">= 0", "-1"]),
+        ({"num_blocks": 2**40 + 1}, ["num_blocks", f"<= {2**40}", f"{2**40 + 1}"]),
+        ({"block_size": 2**16 + 1}, ["block_size", "<= 65536", "65537"]),
+        ({"num_threads": 1025}, ["num_threads", "<= 1024", "1025"]),
+        ({"max_num_seqs": 10**5000}, ["max_num_seqs", f"<= {2**63 - 1}", "more than 80 digits"]),
+        ({"seed": None}, ["seed", "integer", "None"]),
+        ({"seed": "x"}, ["seed", "integer", "'x'"]),
+        ({"seed": 2**63}, ["seed", f"<= {2**63 - 1}", f"{2**63}"]),
+        ({"watermark": "x"}, ["watermark", "[0, 1)", "'x'"]),
+        ({"watermark": False}, ["watermark", "[0, 1)", "False"]),
         ({"num_blocks": 1}, ["num_blocks", ">= 2", "1"]),
         ({"kv_cache_memory_bytes": 0}, ["kv_cache_memory_bytes", ">= 1", "0"]),
         ({"max_num_batched_tokens": 0}, ["max_num_batched_tokens", ">= 1", "0"]),
@@ -220,9 +230,9 @@ def test_the_switch_is_a_class():
     assert STAGES["shared"].blocks is SharedBlocks
 
 
-@pytest.mark.parametrize("name", ["v2", "", "V0"])
+@pytest.mark.parametrize("name", ["v2", "", "V0", [], None, 0])
 def test_an_unknown_stage_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match=f"stage {name!r} is not known; use one of {', '.join(STAGES)}"):
+    with pytest.raises(ValueError, match=re.escape(f"stage {name!r} is not known; use one of {', '.join(STAGES)}")):
         get_stage(name)
 
 

@@ -153,6 +153,16 @@ def test_every_answer_of_n_is_a_request_with_a_seed_of_its_own() -> None:
     assert [r.params.seed for r in client.submitted[3:]] == [None, None]
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -3, -2, 0, 2**63 - 2, 2**63 - 1])
+def test_every_answer_has_a_seed_of_its_own_whatever_the_first_is(seed: int) -> None:
+    llm, client = scripted_llm()
+    llm.generate("Once", params(n=4, seed=seed))
+    seeds = [r.params.seed for r in client.submitted]
+    assert seeds[0] == seed
+    assert None not in seeds
+    assert len(set(seeds)) == 4
+
+
 def test_ids_in_the_engine_are_never_used_twice() -> None:
     llm, client = scripted_llm()
     for _ in range(3):

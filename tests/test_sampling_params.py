@@ -26,7 +26,7 @@ NOT_WORDS: list[Any] = ["", None, 1, True, b"stop", ["stop"]]
 
 # Field -> refused values of that field alone, from the rules and from values of a wrong type.
 REFUSED: dict[str, list[Any]] = {
-    "n": [*NOT_COUNTS, 0, -1],
+    "n": [*NOT_COUNTS, 0, -1, 16_385],
     "temperature": [*NOT_NUMBERS, -1, -1e-9, 2.0001, 3],
     "top_p": [*NOT_NUMBERS, 0, 0.0, -0.1, 1.0001, 2],
     "top_k": [*NOT_COUNTS, -2],
@@ -118,6 +118,7 @@ def test_every_rule_between_two_fields_holds() -> None:
 
 ACCEPTED: list[dict[str, Any]] = [
     {"temperature": 0, "n": 1},
+    {"n": 16_384},
     {"temperature": 2},
     {"temperature": -0.0},
     {"top_p": 1},

@@ -797,7 +797,11 @@ def test_every_template_runs_in_a_sandbox_and_its_refusal_is_a_value_error() -> 
         ("{{ messages.append(1) }}", "refused"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused"),
         ("{{ messages[0].content + 1 }}", "refused"),
+        ("{{ 1 / 0 }}", "refused"),
+        ("{{ range(10 ** 400) }}", "refused"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refused"),
         ("{% for %}", "not valid"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "not valid"),
     ):
         tokenizer = Tokenizer(byte_level_backend(), chat_template=source)
         with pytest.raises(ValueError, match=reason):
@@ -812,6 +816,15 @@ def test_every_broken_folder_is_refused_with_file_and_fix(tmp_path: Path) -> Non
         ("generation_config.json", '{"eos_token_id": ["x"]}', "eos_token_id in .*generation_config.json must be"),
         ("tokenizer_config.json", "[1]", "tokenizer_config.json must hold a JSON object, got list"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", '{"a":' + "[" * 200_000, "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "tokenizer_config.json: added_tokens_decoder"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "a"}}', "tokenizer_config.json: .*'x'"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 5}', "tokenizer_config.json: extra_special_tokens"),
+        ("tokenizer_config.json", '{"additional_special_tokens": [[]]}', "json: additional_special_tokens"),
+        ("tokenizer_config.json", r'{"extra_special_tokens": ["\ud800"]}', "tokenizer_config.json: "),
+        ("tokenizer_config.json", r'{"eos_token": "\ud800"}', "tokenizer_config.json: "),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "chat_template in .*tokenizer_config.json must be text"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat_template in .*tokenizer_config.json must be text"),
         ("tokenizer.json", '{"version": "1.0"', "tokenizer.json is not a tokenizer"),
     ):
         kept = (folder / name).read_text() if (folder / name).exists() else "{}"

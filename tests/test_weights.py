@@ -233,6 +233,26 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "architecture": (lambda f: edit_config(f, architectures=["OPTForCausalLM"]), ["config.json", "OPTForCausalLM"]),
     "rope is text": (lambda f: edit_config(f, rope_scaling="yarn"), ["config.json", "rope_parameters='yarn'"]),
     "architecture is text": (lambda f: edit_config(f, architectures="Llama"), ["config.json", "architecture 'L"]),
+    "deep config": (
+        lambda f: (f / "config.json").write_text('{"a":' + "[" * 200_000),
+        ["config.json", "RecursionError"],
+    ),
+    **{
+        f"absurd {key}": (lambda f, key=key, value=value: edit_config(f, **{key: value}), ["config.json", key])
+        for key, value in {
+            "hidden_size": 2**31,
+            "vocab_size": 2**40,
+            "head_dim": 2**62,
+            "max_position_embeddings": 10**300,
+            "num_hidden_layers": 10_001,
+            "rope_theta": 10**400,
+            "intermediate_size": 2**31 - 1,
+        }.items()
+    },
+    "absurd factor": (
+        lambda f: edit_config(f, rope_scaling={"rope_type": "linear", "factor": 1e29}),
+        ["config.json", "max_position_embeddings"],
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["0 safetensors files", "save_pretrained"]),
     "weights cut off": (lambda f: truncate(f / "model.safetensors", 0.9), ["model.safetensors", "fetch"]),
     "header cut off": (lambda f: truncate(f / "model.safetensors", 0.001), ["model.safetensors", "fetch"]),
@@ -281,6 +301,19 @@ BROKEN_SHARDS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}'),
         ["model.safetensors.index.json", "weight_map"],
     ),
+    "index of nothing": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+        ["model.safetensors.index.json", "weight_map"],
+    ),
+    **{
+        f"shard {shard}": (
+            lambda f, shard=shard: (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": shard}})
+            ),
+            ["model.safetensors.index.json", "weight_map", "model folder"],
+        )
+        for shard in ("/etc/passwd", "../other/model.safetensors", "a/../../b", "\ud800", "a\0")
+    },
     "shard missing": (lambda f: (f / SHARD).unlink(), [SHARD, "fetch"]),
     "shard cut off": (lambda f: truncate(f / SHARD, 0.7), [SHARD, "fetch"]),
     "shard of another model": (

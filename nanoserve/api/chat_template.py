@@ -62,7 +62,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a stranger's code: also RecursionError, OverflowError, ...
             raise ValueError(f"the model's chat template is not valid: {error}; correct chat_template.jinja.") from None
         self._variables = dict(variables)
 
@@ -80,7 +80,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # whatever the code of a stranger raises: ZeroDivisionError, RecursionError, ...
             raise ValueError(f"the model's chat template refused the messages: {error}") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import NoReturn, Protocol
 from nanoserve import __version__
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_LONG_VALUE = re.compile(r"(?<!\w)'[^']{120,}'(?!\w)|\S{120,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, module = _parse(words, name)
         with _one_line_warnings():
             code = module.run(args)
-        sys.stdout.flush()  # a closed pipe shows here, not while the interpreter exits
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a closed pipe shows here, not while the interpreter exits
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # leave the line of ^C
@@ -123,7 +126,8 @@ def describe(error: BaseException) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """The text without line breaks, and of a value that goes on and on its start and its end."""
+    return _LONG_VALUE.sub(lambda value: f"{value[0][:60]}...{value[0][-40:]}", " ".join(text.split()))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 
 from nanoserve.api.engine_options import FIELDS, engine_config
@@ -21,7 +22,8 @@ _UNITS = {
     "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<ending>(?:iB|B)?)")
+_LARGEST = 2**63 - 1
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<ending>(?:iB|B)?)")
 
 
 def parse_size(text: str) -> int:
@@ -33,10 +35,15 @@ def parse_size(text: str) -> int:
     unit = match["unit"].lower() if match["ending"] == "B" else match["unit"]
     if match["ending"] == "iB":
         unit = unit.upper()
-    size = float(match["number"]) * _UNITS[unit]
-    if size != int(size):
+    whole, _, fraction = match["number"].partition(".")
+    whole, fraction = whole.lstrip("0"), fraction.rstrip("0")
+    # the lengths first: Python refuses to convert thousands of digits, and no unit makes 41 decimals whole
+    size = Fraction(f"0{whole[:20]}.{fraction[:40]}0") * _UNITS[unit]
+    if len(fraction) > 40 or size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number; write it like 4096, 512M or 2GiB.")
-    return int(match["number"]) * _UNITS[unit] if match["number"].isdigit() else int(size)
+    if len(whole) > 20 or size > _LARGEST:
+        raise ValueError(f"{text!r} is too large; give at most {_LARGEST}.")
+    return int(size)
 
 
 def as_argument(parse: Callable[[str], object]) -> Callable[[str], object]:

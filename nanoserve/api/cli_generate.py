@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nanoserve.api.llm import LLM
     from nanoserve.api.outputs import RequestOutput
 
+MAX_PROMPT_BYTES = 64 * 2**20  # of a file
+
 # flag -> field of SamplingParams, where the flag is the field's name
 SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
@@ -76,6 +78,8 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     start_s = time.monotonic()
+    if sys.stdout is None:
+        raise ValueError("standard output is closed, so that no text would be seen; send it to a file or a pipe.")
     params = sampling_params(args)
     prompts = read_prompts(args)
     config = config_from_args(args)
@@ -139,7 +143,17 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def _read_text(path: Path | None) -> str:
     """UTF-8 text of a file, or of standard input."""
-    data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+    if path is None:
+        if sys.stdin is None:
+            raise ValueError("standard input is closed; give the prompt as an argument or by --file.")
+        data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    else:
+        with path.open("rb") as file:
+            data = file.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise ValueError(
+            f"{path or 'standard input'} is longer than the {MAX_PROMPT_BYTES} bytes of a prompt file; split it."
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -80,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_tag
     if args.api_key == "":
         raise ValueError("--api-key is empty; leave it out, or give a key.")
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise ValueError("--api-key holds characters that no HTTP header can; use printable ASCII.")
+    if not all(name.strip() for name in args.served_model_name or ()):
+        raise ValueError("--served-model-name is empty; leave it out, or give a name.")
     config = config_from_args(args)
     try:
         from nanoserve.api.listen import Listener, address_of, bind

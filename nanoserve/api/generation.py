@@ -118,7 +118,10 @@ def _params_of_answer(params: SamplingParams, index: int) -> SamplingParams:
     """Parameters of answer `index`: a seed of its own, and the prompt's log-probabilities computed only once."""
     if params.n == 1:
         return params
-    seed = None if params.seed is None else params.seed + index
+    seed = params.seed
+    if seed is not None:
+        seed += index + (seed < -1 <= seed + index)  # -1 would mean none
+        seed -= 2**64 * (seed >= 2**63)
     return msgspec.structs.replace(
         params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None
     )

@@ -56,16 +56,20 @@ class Tokenizer:
             raise ValueError(f"model folder {str(model_dir)!r} does not exist; give a folder with tokenizer.json.")
         config = _read_json(model_dir / "tokenizer_config.json")
         named = _named_tokens({**_read_json(model_dir / "special_tokens_map.json"), **config})
+        chat_template = _chat_source(model_dir, config)
         if (model_dir / "tokenizer.json").is_file():
             backend = _read_backend(model_dir / "tokenizer.json")
-            _register_tokens(backend, config, named)
+            try:
+                _register_tokens(backend, config, named)
+            except (ValueError, TypeError) as error:  # TypeError: the library's, for text that is not Unicode
+                raise ValueError(f"{model_dir / 'tokenizer_config.json'}: {error}; download it again.") from None
         else:
             backend = _convert_backend(model_dir)
         return cls(
             backend,
             named_tokens=named,
             eos_ids=_eos_ids(model_dir, backend, named),
-            chat_template=_chat_source(model_dir, config),
+            chat_template=chat_template,
             name=model_dir.name,
         )
 
@@ -156,7 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}; download it again.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}; download it again.")
@@ -206,18 +210,31 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in named.items() if text is not None}
 
 
+def _entries(config: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
+    """A key's object, or its list by position; each entry a token. Raises ValueError that names the key."""
+    value = config.get(key) or {}
+    entries = dict(enumerate(value)) if isinstance(value, list) else value
+    if not isinstance(entries, Mapping) or not all(
+        entry is None or isinstance(entry, str | Mapping) for entry in entries.values()
+    ):
+        raise ValueError(f"{key} must hold tokens (text, or objects with content), got {value!r:.80}")
+    return entries
+
+
 def _register_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Adds the tokens that only tokenizer_config.json knows, and marks its special ones as such."""
     from tokenizers import AddedToken
 
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    extra = [*(config.get("additional_special_tokens") or []), *(config.get("extra_special_tokens") or [])]
+    listed = sorted(_entries(config, "added_tokens_decoder").items(), key=lambda item: int(item[0]))
+    extra = [*_entries(config, "additional_special_tokens").values()]
+    extra += _entries(config, "extra_special_tokens").values()
     special = dict.fromkeys([*named.values(), *filter(None, map(_content, extra))])
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     tokens: dict[str, AddedToken] = {}  # in the order in which new ones get their ids
     for _, entry in listed:
         if text := _content(entry):
+            entry = entry if isinstance(entry, Mapping) else {}
             is_special = bool(entry.get("special", False)) or text in special
             kept = {flag: bool(entry[flag]) for flag in flags if flag in entry}
             tokens[text] = AddedToken(text, special=is_special, **kept)
@@ -249,8 +266,16 @@ def _chat_source(model_dir: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, or else tokenizer_config.json's template (of several, the one named default)."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}; download it again.") from None
     source = config.get("chat_template")
-    if isinstance(source, list):
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-    return source if isinstance(source, str) else None
+    if isinstance(source, list) and all(isinstance(entry, Mapping) for entry in source):
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    if source is not None and not isinstance(source, str):
+        raise ValueError(
+            f"chat_template in {model_dir / 'tokenizer_config.json'} must be text, or a list of objects with name and "
+            f"template, got {source!r:.80}; download it again."
+        )
+    return source

@@ -134,11 +134,12 @@ def _sizes(args: argparse.Namespace) -> Sizes:
 
 
 def _stages(args: argparse.Namespace) -> dict[str, EngineConfig]:
-    names = [name.strip() for name in args.stages.split(",")] if args.stages else list(STAGES)
+    names = [name.strip() for name in args.stages.split(",")] if args.stages is not None else list(STAGES)
+    chosen = [get_stage(name) for name in names]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"--stages names {', '.join(sorted(repeated))} twice; name each stage once.")
     common = {"model": args.model, "device": args.device, "dtype": args.dtype, "max_model_len": "auto"}
-    stages = {name: replace(get_stage(name), **common) for name in names}
+    stages = {name: replace(stage, **common) for name, stage in zip(names, chosen, strict=True)}
     budget = args.max_num_batched_tokens
     if budget is None:
         from nanoserve.platforms import resolve_platform
