@@ -48,14 +48,24 @@ def load_model(
         raise ValueError(f"load_format={load_format!r} is not known; use auto or dummy.")
     config = read_model_config(name)
     if load_format == "dummy":
-        model = Decoder(config, dtype=resolve_dtype(dtype, device, config.dtype), device=device)
+        model = _empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device)
         _fill_randomly(model, seed)
         return model
     files = find_weight_files(resolve_model_dir(name))
     stored = config.dtype if dtype != "auto" or device.type == "cpu" else config.dtype or _stored_dtype(files[0])
-    model = Decoder(config, dtype=resolve_dtype(dtype, device, stored), device=device)
+    model = _empty_decoder(config, resolve_dtype(dtype, device, stored), device)
     _fill_from_files(model, files)
     return model
+
+
+def _empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    try:
+        return Decoder(config, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch has nothing narrower for the memory of a CPU
+        raise ValueError(
+            f"the model's {config.num_parameters} weights in {dtype} do not fit on {device} "
+            f"({str(error).splitlines()[0]}); use a smaller model, or a 16-bit dtype."
+        ) from error
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device, stored: str | None) -> torch.dtype:

@@ -246,9 +246,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
             "max_position_embeddings": 10**300,
             "num_hidden_layers": 10_001,
             "rope_theta": 10**400,
-            "intermediate_size": 2**31 - 1,
+            "intermediate_size": 2**31,
         }.items()
     },
+    "absurd product": (
+        lambda f: edit_config(f, hidden_size=2**31 - 2, intermediate_size=2**31 - 1),
+        ["config.json", "hidden_size=2147483646", "intermediate_size=2147483647", "weights"],
+    ),
     "absurd factor": (
         lambda f: edit_config(f, rope_scaling={"rope_type": "linear", "factor": 1e29}),
         ["config.json", "max_position_embeddings"],
@@ -286,6 +290,15 @@ def test_every_broken_checkpoint_is_refused_in_one_line(name: str, tmp_path: Pat
     breaks(write_checkpoint(tmp_path))
     message = refusal_of(tmp_path)
     assert all(word in message for word in [str(tmp_path), *words]), message
+
+
+def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nException raised from ...")
+
+    monkeypatch.setattr("nanoserve.weights.Decoder", full)
+    for load_format in ("auto", "dummy"):
+        assert "can't allocate memory" in refusal_of("nanostory", load_format=load_format)
 
 
 BROKEN_SHARDS: dict[str, tuple[Callable[[Path], object], list[str]]] = {

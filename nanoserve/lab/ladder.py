@@ -70,7 +70,9 @@ SIZE_HELP: Mapping[str, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, metavar="PATH_OR_HUB_ID", help="default: %(default)s")
     parser.add_argument("--stages", metavar="A,B,...", help=f"default: all of {','.join(STAGES)}")
-    parser.add_argument("--out", type=Path, default=Path(DEFAULT_OUT), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"default: {DEFAULT_OUT}, with --quick {DEFAULT_OUT}-quick"
+    )
     parser.add_argument("--quick", action="store_true", help="one round at a small size: a look, not a measurement")
     parser.add_argument("--no-charts", dest="charts", action="store_false", help="write ladder.json alone")
     parser.add_argument("--json", action="store_true", help="print ladder.json instead of the tables")
@@ -99,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     sizes = _sizes(args)
     stages = _stages(args)
     workloads = _workloads(args, sizes)
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out or Path(f"{DEFAULT_OUT}-quick" if args.quick else DEFAULT_OUT)
+    out.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
     with _progress(workloads, len(stages) * sizes.rounds) as (announce, on_tokens):
         runs, built = climb(stages, workloads, sizes.rounds, announce=announce, on_tokens=on_tokens)
@@ -120,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         loads=[report_load(workload, runs[workload.name]) for workload in workloads],
         charts=list(charts),
     )
-    written = _write(report, charts, args.out)
+    written = _write(report, charts, out)
     _show(report, written, as_json=args.json)
     return IDENTICAL if report.identical else DIFFERENT
 
@@ -236,6 +239,9 @@ def _write(report: LadderReport, charts: Mapping[str, Figure], out: Path) -> lis
     return [path, *(out / name for name in charts)]
 
 
+BUSY_LOAD = 1.0
+
+
 def _show(report: LadderReport, written: Sequence[Path], *, as_json: bool) -> None:
     from nanoserve.lab.ladder_tables import HISTORY, load_table, sentences, verdict
 
@@ -257,6 +263,8 @@ def _show(report: LadderReport, written: Sequence[Path], *, as_json: bool) -> No
     console.print()
     for line in verdict(report):
         console.print(line)
+    if (load := report.machine.load_average_1m) is not None and load > BUSY_LOAD:
+        console.print(f"Something else was running too (load average {load:.1f} at the start): read times with care.")
     console.print("Written:", *(str(path) for path in written), sep="\n  ")
     console.print(HISTORY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nanoserve.lab.ladder_report import LadderReport, LoadReport, Row
@@ -59,13 +60,13 @@ def format_value(row: Row, stage: str) -> str:
 
 
 def sentences(load: LoadReport) -> list[str]:
-    """What moved from the first stage to each later one, and why TPOT does not show it."""
+    """What moved from each stage to the next, and why TPOT does not show it."""
     rows = {row.key: row for row in load.rows}
-    first, *others = load.medians
     told = []
-    for stage in others:
-        moves = [_move(rows[key], first, stage) for key in load.headlines]
-        told.append(f"{first} -> {stage}: {'; '.join(moves)}.")
+    for above, stage in pairwise(load.medians):
+        moves = [_move(rows[key], above, stage) for key in load.headlines]
+        told.append(f"{above} -> {stage}: {'; '.join(moves)}.")
+    first = next(iter(load.medians))
     metrics = load.medians[first].groups[load.watched]
     if metrics.itl_s and metrics.tpot_s:
         told.append(
@@ -77,11 +78,11 @@ def sentences(load: LoadReport) -> list[str]:
     return told
 
 
-def _move(row: Row, first: str, stage: str) -> str:
+def _move(row: Row, above: str, stage: str) -> str:
     unit = f" {_shown_unit(row)}" if row.unit else ""
-    ratio = row.ratios[stage]
-    change = "" if ratio is None else f" ({format_ratio(ratio)})"
-    return f"{row.label} {format_value(row, first)} -> {format_value(row, stage)}{unit}{change}"
+    before, after = row.values[above], row.values[stage]
+    change = f" ({format_ratio(after / before)})" if before and after is not None else ""
+    return f"{row.label} {format_value(row, above)} -> {format_value(row, stage)}{unit}{change}"
 
 
 def verdict(report: LadderReport) -> list[str]:
