@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", default=os.environ.get("NANOSERVE_API_KEY"), metavar="KEY", help="default: $NANOSERVE_API_KEY"
     )
     target.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let answers end early")
-    target.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="uncounted requests; default: 1")
+    target.add_argument("--warmup", type=as_argument(parse_size), default=1, metavar="N", help="uncounted requests; default: 1")
     target.add_argument(
         "--timeout", type=as_argument(_positive), default=300.0, metavar="SECONDS", help="a request; default: 300"
     )
@@ -86,7 +86,7 @@ def _add_load_arguments(load: argparse._ArgumentGroup) -> None:
     load.add_argument("--mix", choices=tuple(MIXES), help="named lengths of prompts and outputs")
     load.add_argument("--prompt-len", type=as_argument(parse_lengths), metavar="LEN", help=f"{LENGTHS}; default: 128")
     load.add_argument("--output-len", type=as_argument(parse_lengths), metavar="LEN", help="default: 64")
-    load.add_argument("--prefix-len", type=parse_size, metavar="N", help="tokens before it that prompts share")
+    load.add_argument("--prefix-len", type=as_argument(parse_size), metavar="N", help="tokens before it that prompts share")
     load.add_argument("--num-prefixes", type=as_argument(_count), metavar="N", help="different ones; default: 1")
     load.add_argument(
         "--prompts", choices=("tokens", "text"), help="random token ids, or stories (lengths count words)"

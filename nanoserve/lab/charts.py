@@ -7,6 +7,7 @@ matplotlib is imported when a chart is drawn, through `Figure` and not pyplot: n
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -172,9 +173,13 @@ def _figure(height: float) -> Figure:
     return Figure(figsize=(9, height), dpi=DPI, layout="constrained")
 
 
+CAPTION_WIDTH = 120  # characters across a figure
+
+
 def _finish(figure: Figure, setting: Setting, what: str, caption: str) -> Figure:
     figure.suptitle(setting.title(what), x=0.01, ha="left", fontsize=11)
-    figure.supxlabel(caption, x=0.01, ha="left", fontsize=9, style="italic")
+    lines = textwrap.fill(caption, CAPTION_WIDTH)
+    figure.supxlabel(lines, x=0.01, ha="left", fontsize=9, style="italic")
     for ax in figure.axes:
         ax.spines[["top", "right"]].set_visible(False)
     return figure
