@@ -97,14 +97,8 @@ def main() -> None:
             step_us = statistics.median(r[layout][0] for r in rounds)
             added_us = statistics.median(r[layout][0] - r["inproc"][0] for r in rounds)
             start_s = statistics.median(r[layout][1] for r in rounds)
-            crossing = {
-                "inproc": (0, 0),
-                "core_process": (0, outputs_bytes),
-                "split_runner": (plan_bytes, outputs_bytes),
-            }
-            points.append(
-                Point(layout, num_running, step_us, step_us / num_running, added_us, start_s, *crossing[layout])
-            )
+            crossing = (plan_bytes * (layout == "split_runner"), outputs_bytes * (layout != "inproc"))
+            points.append(Point(layout, num_running, step_us, step_us / num_running, added_us, start_s, *crossing))
             print(
                 f"| {num_running} | {layout} | {step_us:,.0f} | {step_us / num_running:.1f} | {added_us:,.0f} | "
                 f"{sum(crossing):,} | {start_s:.2f} |",

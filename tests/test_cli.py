@@ -217,6 +217,9 @@ def test_every_closed_stream_is_one_line(line: str, wanted: str) -> None:
     [
         (["serve", "--served-model-name", ""], "--served-model-name is empty"),
         (["serve", "--api-key", "schlüssel"], "printable ASCII"),
+        (["bench", "--api-key", "schlüssel"], "printable ASCII"),
+        (["bench", "--warmup", "9" * 400], "too large"),
+        (["ladder", "--requests", "9" * 400], "<= 1000000"),
         (["ladder", "--stages="], f"use one of {', '.join(STAGES)}"),
         (["ladder", "--stages", ","], f"use one of {', '.join(STAGES)}"),
     ],

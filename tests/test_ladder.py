@@ -183,7 +183,7 @@ def test_the_first_difference_may_be_a_missing_token() -> None:
     [
         (["--stages=v0,v7"], "stage 'v7' is not known; use one of v0, chunked, shared"),
         (["--stages=v0,v0"], "names v0 twice"),
-        (["--rounds=0"], "--rounds must be an integer >= 1, got 0"),
+        (["--rounds=0"], "--rounds must be an integer >= 1 and <= 1000000, got 0"),
         (["--long-prompt-len=5000"], "holds a sequence of 5008 tokens, longer than max_model_len=4096"),
         (["--model=no/such-model"], "no/such-model"),
     ],

@@ -62,7 +62,14 @@ def _model_len(text: str) -> int | str:
     return text if text == "auto" else parse_size(text)
 
 
+def _api_key(text: str) -> str:
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("the key holds characters that no HTTP header can; use printable ASCII.")
+    return text
+
+
 size_argument = as_argument(parse_size)
+api_key_argument = as_argument(_api_key)
 
 
 def add_engine_arguments(

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 from nanoserve.api.cli_engine import (
     add_engine_arguments,
+    api_key_argument,
     as_argument,
     config_from_args,
     open_recorder,
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument(
         "--api-key",
+        type=api_key_argument,
         default=os.environ.get("NANOSERVE_API_KEY"),
         metavar="KEY",
         help="ask every request for it; better given as NANOSERVE_API_KEY, which no process list shows",
@@ -80,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.model_tag
     if args.api_key == "":
         raise ValueError("--api-key is empty; leave it out, or give a key.")
-    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise ValueError("--api-key holds characters that no HTTP header can; use printable ASCII.")
     if not all(name.strip() for name in args.served_model_name or ()):
         raise ValueError("--served-model-name is empty; leave it out, or give a name.")
     config = config_from_args(args)

@@ -13,7 +13,7 @@ from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 
-from nanoserve.api.cli_engine import add_engine_arguments, as_argument, parse_size
+from nanoserve.api.cli_engine import add_engine_arguments, api_key_argument, as_argument, parse_size, size_argument
 from nanoserve.config import SEAMS, EngineConfig
 from nanoserve.lab.arrivals import (
     ARRIVALS,
@@ -55,10 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--url", help="of an OpenAI-compatible server; default: an engine in this process")
     target.add_argument("--allow-remote", action="store_true", help="let --url be another machine")
     target.add_argument(
-        "--api-key", default=os.environ.get("NANOSERVE_API_KEY"), metavar="KEY", help="default: $NANOSERVE_API_KEY"
+        "--api-key",
+        type=api_key_argument,
+        default=os.environ.get("NANOSERVE_API_KEY"),
+        metavar="KEY",
+        help="default: $NANOSERVE_API_KEY",
     )
     target.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let answers end early")
-    target.add_argument("--warmup", type=as_argument(parse_size), default=1, metavar="N", help="uncounted requests; default: 1")
+    target.add_argument("--warmup", type=size_argument, default=1, metavar="N", help="uncounted requests; default: 1")
     target.add_argument(
         "--timeout", type=as_argument(_positive), default=300.0, metavar="SECONDS", help="a request; default: 300"
     )
@@ -86,7 +90,7 @@ def _add_load_arguments(load: argparse._ArgumentGroup) -> None:
     load.add_argument("--mix", choices=tuple(MIXES), help="named lengths of prompts and outputs")
     load.add_argument("--prompt-len", type=as_argument(parse_lengths), metavar="LEN", help=f"{LENGTHS}; default: 128")
     load.add_argument("--output-len", type=as_argument(parse_lengths), metavar="LEN", help="default: 64")
-    load.add_argument("--prefix-len", type=as_argument(parse_size), metavar="N", help="tokens before it that prompts share")
+    load.add_argument("--prefix-len", type=size_argument, metavar="N", help="tokens before it that prompts share")
     load.add_argument("--num-prefixes", type=as_argument(_count), metavar="N", help="different ones; default: 1")
     load.add_argument(
         "--prompts", choices=("tokens", "text"), help="random token ids, or stories (lengths count words)"

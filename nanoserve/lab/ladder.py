@@ -54,6 +54,7 @@ class Sizes:
 
 
 QUICK = Sizes(rounds=1, stream_tokens=64, long_prompts=1, long_prompt_len=2048, requests=8, prefix_len=512)
+MAX_SIZE = 10**6
 
 SIZE_HELP: Mapping[str, str] = {
     "rounds": "runs of each stage on each load, of which the tables show medians",
@@ -131,8 +132,8 @@ def run(args: argparse.Namespace) -> int:
 def _sizes(args: argparse.Namespace) -> Sizes:
     given = {f.name: value for f in fields(Sizes) if (value := getattr(args, f.name)) is not None}
     for name, value in given.items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}.")
+        if not 1 <= value <= MAX_SIZE:
+            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1 and <= {MAX_SIZE}, got {value}.")
     return replace(QUICK if args.quick else Sizes(), **given)
 
 
