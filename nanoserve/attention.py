@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanoserve.runner import KVCache
+    from nanoserve.kv_cache import KVCache
 
 # Rows of one query are attended to together while their keys, padded to the longest, are at most this many numbers:
 # below, the calls cost more than the work; above, what was gathered no longer fits a CPU's cache.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
 from nanoserve.client import CoreProcessClient, InProcessClient, SplitRunnerClient
+from nanoserve.input_batch import RebuiltBatch
 from nanoserve.runner import EagerRunner
 from nanoserve.scheduler import ChunkedNoMixScheduler, PhaseSplitScheduler, UnifiedScheduler
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from nanoserve.attention import AttentionBackend
     from nanoserve.blocks import KVCacheManager
     from nanoserve.client import EngineClient
+    from nanoserve.input_batch import InputBatch
     from nanoserve.runner import Runner
     from nanoserve.scheduler import BaseScheduler
 
@@ -43,6 +45,7 @@ class EngineConfig:
     client: type[EngineClient] = InProcessClient
     blocks: type[KVCacheManager] = PrivateBlocks
     runner: type[Runner] = EagerRunner
+    batch: type[InputBatch] = RebuiltBatch
     attention: type[AttentionBackend] | None = None  # None: the device's default
 
     # the model
@@ -68,6 +71,7 @@ class EngineConfig:
     reserve_full_prompt: bool = True  # admit a request only when its whole prompt fits
     policy: str = "fcfs"
     preemption_mode: str = "recompute"
+    async_scheduling: bool = False  # decide and launch a step while the one before it runs
     check_invariants: bool = False  # after every step; for tests and learners
 
     # processes (seconds)
@@ -233,6 +237,7 @@ SEAMS: Mapping[str, Mapping[str, type]] = MappingProxyType(
         },
         "blocks": {"private": PrivateBlocks, "v0_cached": V0CachedBlocks, "shared": SharedBlocks},
         "runner": {"eager": EagerRunner},
+        "batch": {"rebuilt": RebuiltBatch},
     }
 )
 

@@ -7,6 +7,7 @@ machine once, when the engine is built. Imports no torch.
 from __future__ import annotations
 
 import os
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -45,6 +46,10 @@ class Platform(Protocol):
         """CPU threads for the steps of a model of that size."""
         ...
 
+    def queue(self, num_threads: int) -> Executor | None:
+        """What runs steps in order while the host goes on; None: the device has such a queue of its own."""
+        ...
+
 
 class CpuPlatform:
     name: ClassVar[str] = "cpu"
@@ -69,6 +74,12 @@ class CpuPlatform:
             return torch.get_num_threads()
         return 1 if num_parameters < SMALL_MODEL else num_cpus()
 
+    def queue(self, num_threads: int) -> Executor | None:
+        """A thread: operations of torch let go of the interpreter lock while they compute."""
+        import torch
+
+        return ThreadPoolExecutor(1, "nanoserve-step", torch.set_num_threads, (num_threads,))
+
 
 class CudaPlatform:
     name: ClassVar[str] = "cuda"
@@ -90,6 +101,9 @@ class CudaPlatform:
 
     def num_threads(self, num_parameters: int) -> int:
         return 1  # it only launches
+
+    def queue(self, num_threads: int) -> Executor | None:
+        return None
 
 
 class RocmPlatform(CudaPlatform):

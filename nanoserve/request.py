@@ -184,6 +184,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether a draw depends on which tokens came before it."""
+        penalised = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return bool(penalised or self.bad_words_token_ids)
+
 
 def _checked_bias(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
     """Ids as integers (JSON has them as digits) and values within +-100, as in OpenAI's API and vLLM."""

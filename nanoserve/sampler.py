@@ -8,7 +8,7 @@ batch, with whom, and how its steps were cut changes nothing (`tests/test_sample
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -42,13 +42,32 @@ class Sampled:
     ids_S: Tensor  # int64
     measured_LW: Tensor | None = None
     asked: LogprobRows | None = None
+    _numbers: Tensor | None = field(default=None, init=False)
+    _arrival: torch.cuda.Event | None = field(default=None, init=False)
+
+    def start_fetch(self) -> None:
+        """Begin the copy to the host, in front of whatever the device is given next."""
+        numbers = self.ids_S
+        if self.measured_LW is not None:
+            numbers = torch.cat((self.ids_S.double(), self.measured_LW.flatten()))
+        if numbers.is_cuda:
+            on_device, numbers = numbers, torch.empty_like(numbers, device="cpu", pin_memory=True)
+            numbers.copy_(on_device, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+        self._numbers = numbers
 
     @cached_property
     def _on_host(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        if self._numbers is None:
+            self.start_fetch()
+        assert self._numbers is not None
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers = self._numbers.tolist()
         if self.measured_LW is None or self.asked is None:
-            return self.ids_S.tolist(), {}
+            return numbers, {}
         num_rows, width = len(self.ids_S), self.measured_LW.shape[1]
-        numbers = torch.cat((self.ids_S.double(), self.measured_LW.flatten())).tolist()
         ids = [int(number) for number in numbers[:num_rows]]
         logprobs = {}
         for position, (row, k) in enumerate(zip(self.asked.rows, self.asked.wanted, strict=True)):

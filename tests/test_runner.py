@@ -17,8 +17,10 @@ from torch import Tensor
 
 from nanoserve.attention import TorchAttention
 from nanoserve.config import EngineConfig
+from nanoserve.input_batch import RebuiltBatch, RequestRow
+from nanoserve.kv_cache import KVCache
 from nanoserve.request import NewRequest, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from nanoserve.runner import EagerRunner, KVCache, RequestRow
+from nanoserve.runner import EagerRunner
 
 VOCAB = 61
 NUM_BLOCKS = 500
@@ -75,7 +77,7 @@ class Driver:
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
 
     def add(self, name: str, prompt: Sequence[int], params: SamplingParams = WHOLE_VOCABULARY) -> None:
-        self.rows[name] = RequestRow(name, params, None, len(prompt), list(prompt), [], 0, None)
+        self.rows[name] = RequestRow(name, params, None, len(prompt), list(prompt), [], 0)
         self.to_send.add(name)
         self.logprobs[name] = []
 
@@ -330,7 +332,7 @@ def test_every_plan_without_tokens_still_changes_the_rows(model_dir):
     driver.step({"a": 4, "b": 4, "c": 2})
     assert driver.step({}) == StepResult({})
     assert driver.step({}, finished=["a", "never came"], preempted=["b"]) == StepResult({})
-    assert list(driver.runner.rows) == ["c"]
+    assert driver.runner.batch.request_ids == ["c"]
     driver.add("a", prompt_of(5))  # the id of one that ended may come again
     driver.finish("a", 2)
     check_text(driver, "a")
@@ -390,7 +392,7 @@ def check_prompt_scores(driver: Driver, name: str, found: list[TokenLogprobs | N
 
 @pytest.mark.parametrize("chunks", [[21], [20, 1], [1] * 21, [5, 5, 11]])
 def test_every_split_of_a_prompt_gives_the_prompt_scores_of_one_pass(model_dir, chunks, monkeypatch):
-    monkeypatch.setattr("nanoserve.runner.PROMPT_ROWS_AT_ONCE", 8)
+    monkeypatch.setattr("nanoserve.prompt_scores.PROMPT_ROWS_AT_ONCE", 8)
     driver = Driver(build(model_dir))
     driver.add("a", prompt_of(21), SCORED)
     driver.add("b", prompt_of(40, 1))
@@ -474,31 +476,28 @@ def test_every_runner_says_what_it_is(model_dir):
 # Planted bugs
 
 
-class KeepsOldTable(EagerRunner):
+class KeepsOldTable(RebuiltBatch):
     """After a resume, goes on with the table from before."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.tables: dict[str, list[int]] = {}
-
-    def _apply(self, plan: StepPlan) -> None:
-        self.tables |= {request_id: list(row.block_ids) for request_id, row in self.rows.items()}
-        super()._apply(plan)
+    def apply(self, plan: StepPlan) -> None:
+        tables = {request_id: list(row.block_ids) for request_id, row in self.rows.items()}
+        self.tables = getattr(self, "tables", {}) | tables
+        super().apply(plan)
         for new in plan.new:
             old = self.tables.get(new.id, [])
             self.rows[new.id].block_ids[: len(old)] = old
 
 
-class IgnoresReplacedBlocks(EagerRunner):
-    def _apply(self, plan: StepPlan) -> None:
+class IgnoresReplacedBlocks(RebuiltBatch):
+    def apply(self, plan: StepPlan) -> None:
         plan.replaced_blocks.clear()
-        super()._apply(plan)
+        super().apply(plan)
 
 
-class CopiesNothing(EagerRunner):
-    def _apply(self, plan: StepPlan) -> None:
+class CopiesNothing(RebuiltBatch):
+    def apply(self, plan: StepPlan) -> None:
         plan.copies.clear()
-        super()._apply(plan)
+        super().apply(plan)
 
 
 class StoresRowByRow(TorchAttention):
@@ -517,14 +516,14 @@ class StoresRowByRow(TorchAttention):
 
 
 @pytest.mark.parametrize(
-    ("law", "runner", "fields"),
+    ("law", "fields"),
     [
-        (resume_with_other_blocks, KeepsOldTable, {}),
-        (swap_and_return, CopiesNothing, {}),
-        (replace_a_block, IgnoresReplacedBlocks, {}),
-        (shared_blocks_in_one_step, EagerRunner, {"attention": StoresRowByRow}),
+        (resume_with_other_blocks, {"batch": KeepsOldTable}),
+        (swap_and_return, {"batch": CopiesNothing}),
+        (replace_a_block, {"batch": IgnoresReplacedBlocks}),
+        (shared_blocks_in_one_step, {"attention": StoresRowByRow}),
     ],
 )
-def test_every_planted_bug_is_seen(model_dir, law, runner, fields):
+def test_every_planted_bug_is_seen(model_dir, law, fields):
     with pytest.raises(AssertionError, match=r"^[ab]: (wrong tokens|scores are off)"):
-        law(Driver(build(model_dir, runner, block_size=4, **fields)))
+        law(Driver(build(model_dir, block_size=4, **fields)))
