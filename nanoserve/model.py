@@ -8,15 +8,17 @@ and gate, up are fused into one matrix each. checkpoint.py says which shape, wei
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.checkpoint import ModelConfig, RopeConfig
+from nanoserve.ops import Ops, TorchOps
 
-__all__ = ["Attend", "Decoder", "Linear", "ModelConfig", "RMSNorm", "rope_frequencies", "rotate"]
+__all__ = ["Attend", "Decoder", "Linear", "ModelConfig", "RMSNorm", "rope_frequencies"]
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -57,12 +59,6 @@ def _yarn_band(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
     return low, high if high != low else high + 0.001
 
 
-def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Turns each head's pair (i, i + D/2) by its angle. cos and sin hold D/2 columns, one for each pair."""
-    first, second = x_TND.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D), dim=-1)
-
-
 class Attend(Protocol):
     """What the runner gives to a forward pass: store k and v of the whole batch, then attend with q.
 
@@ -85,15 +81,12 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Zhang and Sennrich 2019: in float32, rounded before the weight is applied (as in transformers)."""
+    """What a norm needs; `Ops.rms_norm` and `Ops.add_rms_norm` say how it is computed."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
 
 class _Memory:
@@ -115,9 +108,8 @@ class _Memory:
 class DecoderLayer(nn.Module):
     """Pre-norm attention, then a pre-norm SwiGLU (Shazeer 2020); each adds to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, memory: _Memory) -> None:
+    def __init__(self, config: ModelConfig, memory: _Memory) -> None:
         super().__init__()
-        self.index = index
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -132,28 +124,68 @@ class DecoderLayer(nn.Module):
         self.gate_up = memory.linear(hidden, 2 * inner, bias=config.mlp_bias)
         self.down = memory.linear(inner, hidden, bias=config.mlp_bias)
 
-    def forward(self, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, attend: Attend) -> Tensor:
-        heads = self.qkv(self.attention_norm(x_TE)).unflatten(-1, (-1, self.head_dim))
+    def enter(self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+        """From a normed input to what attention takes: q [T, H, D], k and v [T, K, D]."""
+        heads = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = rotate(q_THD, cos_T1D, sin_T1D), rotate(k_TKD, cos_T1D, sin_T1D)
-        x_TE = x_TE + self.o(attend(self.index, q_THD, k_TKD, v_TKD).flatten(1))
-        gate, up = self.gate_up(self.mlp_norm(x_TE)).chunk(2, dim=-1)
-        return x_TE + self.down(F.silu(gate) * up)
+            q_THD = ops.rms_norm(q_THD, self.q_norm.weight, self.q_norm.eps)
+            k_TKD = ops.rms_norm(k_TKD, self.k_norm.weight, self.k_norm.eps)
+        return *ops.rotate(q_THD, k_TKD, cos_TD, sin_TD), v_TKD
+
+    def leave(self, attended_THD: Tensor, residual_TE: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """From attention's answer to the layer's output, not yet added to the residual stream."""
+        norm = self.mlp_norm
+        x_TE, residual_TE = ops.add_rms_norm(self.o(attended_THD.flatten(1)), residual_TE, norm.weight, norm.eps)
+        return self.down(ops.silu_and_mul(self.gate_up(x_TE))), residual_TE
+
+
+class Flow(NamedTuple):
+    """What lies on either side of an attention call."""
+
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    residual_TE: Tensor
+    cos_TD: Tensor  # D/2 columns
+    sin_TD: Tensor
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_THD, self.k_TKD, self.v_TKD
+
+
+def cross(leaving: DecoderLayer, entering: DecoderLayer, attended_THD: Tensor, flow: Flow, ops: Ops) -> Flow:
+    """Everything between the attention of one layer and that of the next."""
+    x_TE, residual_TE = leaving.leave(attended_THD, flow.residual_TE, ops)
+    norm = entering.attention_norm
+    x_TE, residual_TE = ops.add_rms_norm(x_TE, residual_TE, norm.weight, norm.eps)
+    return Flow(*entering.enter(x_TE, flow.cos_TD, flow.sin_TD, ops), residual_TE, flow.cos_TD, flow.sin_TD)
+
+
+class Pieces(NamedTuple):
+    """The callables that a forward pass is made of; compiled ones may stand in their place."""
+
+    first: Callable[[Tensor, Tensor], Flow]
+    cross: Callable[[DecoderLayer, DecoderLayer, Tensor, Flow, Ops], Flow]
+    last: Callable[[Tensor, Flow], Tensor]
 
 
 class Decoder(nn.Module):
     """The whole model, with uninitialised weights: `weights.load_model` makes one that is ready."""
 
+    layers: Sequence[DecoderLayer]
     inv_freq: Tensor
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
+        self.ops: Ops = TorchOps()
+        self.pieces = Pieces(self.first, cross, self.last)
         memory = _Memory(config, dtype, device)
         self.embed = memory.weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, memory) for i in range(config.num_layers))
+        layers = nn.ModuleList(DecoderLayer(config, memory) for _ in range(config.num_layers))
+        self.layers = cast("Sequence[DecoderLayer]", layers)
         self.norm = memory.norm(config.hidden_size)
         self.head = Linear(self.embed if config.tied_head else memory.weight(*self.embed.shape))
         # Always float32: a position of 100,000 in bfloat16 would be off by hundreds.
@@ -169,14 +201,29 @@ class Decoder(nn.Module):
         return self.embed.device
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E] after the last norm, of T tokens of any requests in any order."""
+        """Hidden states [T, E] after the last norm, of T tokens of any requests in any order.
+
+        first | attend | cross | attend | cross | ... | attend | last: all but attention is the same for a token
+        whatever its batch is, so that it can be compiled, and captured, in pieces.
+        """
+        pieces, last = self.pieces, len(self.layers) - 1
+        flow = pieces.first(input_ids_T, positions_T)
+        for layer in range(last):
+            flow = pieces.cross(self.layers[layer], self.layers[layer + 1], attend(layer, *flow.qkv), flow, self.ops)
+        return pieces.last(attend(last, *flow.qkv), flow)
+
+    def first(self, input_ids_T: Tensor, positions_T: Tensor) -> Flow:
         angles_TD = positions_T[:, None].float() * self.inv_freq
-        cos_T1D = (angles_TD.cos() * self.config.rope.attention_factor).to(self.dtype)[:, None]
-        sin_T1D = (angles_TD.sin() * self.config.rope.attention_factor).to(self.dtype)[:, None]
-        x_TE = F.embedding(input_ids_T, self.embed)
-        for layer in self.layers:
-            x_TE = layer(x_TE, cos_T1D, sin_T1D, attend)
-        return self.norm(x_TE)
+        cos_TD = (angles_TD.cos() * self.config.rope.attention_factor).to(self.dtype)
+        sin_TD = (angles_TD.sin() * self.config.rope.attention_factor).to(self.dtype)
+        residual_TE = F.embedding(input_ids_T, self.embed)
+        layer, ops = self.layers[0], self.ops
+        x_TE = ops.rms_norm(residual_TE, layer.attention_norm.weight, layer.attention_norm.eps)
+        return Flow(*layer.enter(x_TE, cos_TD, sin_TD, ops), residual_TE, cos_TD, sin_TD)
+
+    def last(self, attended_THD: Tensor, flow: Flow) -> Tensor:
+        x_TE, residual_TE = self.layers[-1].leave(attended_THD, flow.residual_TE, self.ops)
+        return self.ops.add_rms_norm(x_TE, residual_TE, self.norm.weight, self.norm.eps)[0]
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """Scores [S, V] of the next token, in the model's dtype, for those rows of `forward` that sample."""

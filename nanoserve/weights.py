@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.checkpoint import ModelConfig, read_json, read_model_config, resolve_model_dir
-from nanoserve.model import Decoder, DecoderLayer, Linear
+from nanoserve.model import Decoder, Linear
 
 __all__ = ["checkpoint_slots", "load_model", "read_model_config", "resolve_dtype", "resolve_model_dir"]
 
@@ -117,9 +117,8 @@ def checkpoint_slots(model: Decoder) -> dict[str, Tensor]:
         slots["lm_head.weight"] = model.head.weight
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
-    for layer in model.layers:
-        assert isinstance(layer, DecoderLayer)
-        at = f"model.layers.{layer.index}"
+    for index, layer in enumerate(model.layers):
+        at = f"model.layers.{index}"
         slots[f"{at}.input_layernorm.weight"] = layer.attention_norm.weight
         slots[f"{at}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
         if layer.q_norm is not None and layer.k_norm is not None:

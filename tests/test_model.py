@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from checkpoints import FAMILIES, tiny_config, write_checkpoint
 from reference import is_greedy, reference_generate, reference_logits
 
-import nanoserve.model
-from nanoserve.model import Decoder, Linear, ModelConfig, RMSNorm, rope_frequencies
+from nanoserve.model import Decoder, Linear, ModelConfig, rope_frequencies
+from nanoserve.ops import TorchOps
 from nanoserve.weights import load_model, resolve_model_dir
 
 NUM_GREEDY = 24
@@ -173,9 +173,17 @@ def test_every_way_to_batch_and_chunk_gives_the_same_hidden_states(tmp_path: Pat
     assert seen == 13 + 9
 
 
+def interleaved(
+    ops: TorchOps, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos[:, None], sin[:, None]
+    q, k = (torch.cat((x[..., ::2] * cos, x[..., 1::2] * sin), -1) for x in (q, k))
+    return q, k
+
+
 PLANTED = {
-    "interleaved-rotation": ("rotate", lambda x, cos, sin: torch.cat((x[..., ::2] * cos, x[..., 1::2] * sin), -1)),
-    "no-rotation": ("rotate", lambda x, cos, sin: x),
+    "interleaved-rotation": ("rotate", interleaved),
+    "no-rotation": ("rotate", lambda self, q, k, cos, sin: (q, k)),
     "uniform-attention": (None, lambda layer, q, k, v: dense_attend(layer, q * 0, k, v)),
     "own-value-only": (None, lambda layer, q, k, v: v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)),
     "wrong-kv-head": (None, lambda layer, q, k, v: dense_attend(layer, q, k.flip(1), v)),
@@ -191,7 +199,7 @@ def test_the_reference_sees_every_planted_bug(bug: str, tmp_path: Path, monkeypa
     assert greedy(model, prompt, NUM_GREEDY) == tokens
     name, broken = PLANTED[bug]
     if name is not None:
-        monkeypatch.setattr(nanoserve.model, name, broken)
+        monkeypatch.setattr(TorchOps, name, broken)
     hidden_TE = model(torch.tensor(prompt), torch.arange(len(prompt)), dense_attend if name else broken)
     logits = model.logits(hidden_TE).double()
     assert (logits - reference_logits(model, prompt)).abs().max() > 0.1
@@ -214,8 +222,7 @@ def test_every_16_bit_model_is_close_to_its_float32_twin(family: str, tmp_path: 
 def test_a_norm_rounds_before_the_weight_is_applied() -> None:
     x, weight = torch.randn(5, 32).bfloat16(), torch.randn(32).bfloat16()
     exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    norm = RMSNorm(torch.nn.Parameter(weight, requires_grad=False), 1e-6)
-    assert torch.equal(norm(x), exact.bfloat16() * weight)
+    assert torch.equal(TorchOps().rms_norm(x, weight, 1e-6), exact.bfloat16() * weight)
 
 
 def test_every_matrix_product_goes_through_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

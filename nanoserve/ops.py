@@ -1,0 +1,87 @@
+"""The element-wise operations between a decoder's matrix products, and who computes them.
+
+The model is given one `Ops`: torch's own operations, one kernel each and the exact arithmetic of transformers, or
+Triton's fused ones, which read and write each number once. torch.compile fuses the first on its own. Owns no weight
+and knows no cache. Imports no torch. Laws: tests/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Ops(Protocol):
+    """Pure: every result is a new tensor, and no argument changes. Results have the arguments' dtype."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last axis: x / sqrt(mean(x^2) + eps) in float32, rounded, times weight.
+
+        x is [T, E], or the heads [T, H, D] of one projection, which may be a view with strides.
+        """
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual): what the next product reads, and the stream that goes on."""
+        ...
+
+    def rotate(self, q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k with each head's pair (i, i + D/2) turned by its angle. cos and sin hold one column for a pair."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, where gate is the first half of the last axis and up the second: [T, I] from [T, 2I]."""
+        ...
+
+
+class TorchOps:
+    """Rounds after every operation, as a model written in torch does. Runs on every device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        import torch.nn.functional as F
+
+        return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rotate(self, q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+        import torch
+
+        cos_T1D, sin_T1D = cos_TD[:, None], sin_TD[:, None]
+
+        def turned(x_TND: Tensor) -> Tensor:
+            first, second = x_TND.chunk(2, dim=-1)
+            return torch.cat((first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D), dim=-1)
+
+        return turned(q_THD), turned(k_TKD)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        import torch.nn.functional as F
+
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class TritonOps:
+    """One kernel each, float32 inside: the arithmetic of `TorchOps`, rounded less often."""
+
+    def __init__(self) -> None:
+        from nanoserve import kernels
+
+        self._kernels = kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._kernels.add_rms_norm(x, residual, weight, eps)
+
+    def rotate(self, q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernels.rotary(q_THD, k_TKD, cos_TD, sin_TD)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._kernels.silu_and_mul(gate_up)
