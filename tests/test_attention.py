@@ -6,6 +6,7 @@ The cache starts as NaN, and tables are shuffled: whatever a backend reads beyon
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,10 +17,17 @@ from torch import Tensor
 import nanoserve.attention as attention
 from nanoserve.attention import PADDED_NUMBERS, AttentionBackend, AttentionBatch, TorchAttention, padded_groups
 from nanoserve.runner import KVCache
+from nanoserve.triton_attention import TritonAttention
 
 LAYER = 1  # of 2: a backend that ignores the layer reads NaN
 LONGEST = PADDED_NUMBERS // (2 * 16)  # keys that a padded group of Case's default heads may have
 MIXED_ROWS = [(5, 5), (1, 9), (1, 1), (3, 20), (1, 70), (16, 16), (7, 260), (1, 17), (2, 2)]  # (queries, keys)
+
+# Of the matrix of (kv heads, group), head dim and block size, Triton's interpreter, 10 ms a program, gets a part here;
+# test_kernels.py has the edges of its own.
+MATRIX = [(TorchAttention, *shape) for shape in product([(4, 1), (2, 2), (1, 4)], [16, 64, 80], [1, 3, 16, 256])]
+MATRIX += [(TritonAttention, *shape) for shape in [((2, 2), 16, 16), ((1, 4), 80, 3), ((1, 1), 64, 256)]]
+BACKENDS = [TorchAttention, TritonAttention]
 
 Rows = list[tuple[int, int]]
 
@@ -116,12 +124,11 @@ def check_skipped_slots(backend: AttentionBackend) -> None:
     assert written == [[LAYER, kv, block, head, place] for kv in (0, 1) for head in (0, 1) for place in (1, 2)]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
-@pytest.mark.parametrize("head_dim", [16, 64, 80])
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(4, 1), (2, 2), (1, 4)])
-def test_every_mix_of_rows_equals_the_definition(num_kv_heads, group, head_dim, block_size):
+@pytest.mark.parametrize(("backend", "heads", "head_dim", "block_size"), MATRIX)
+def test_every_mix_of_rows_equals_the_definition(backend, heads, head_dim, block_size):
+    num_kv_heads, group = heads
     case = Case(MIXED_ROWS, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size)
-    check_definition(TorchAttention(), case)
+    check_definition(backend(), case)
 
 
 @settings(max_examples=60)
@@ -135,12 +142,14 @@ def test_every_random_mix_equals_the_definition(rows, block_size, seed):
     check_definition(TorchAttention(), Case(rows, block_size=block_size, seed=seed))
 
 
-def test_every_row_alone_equals_itself_in_a_batch():
-    together = Case(MIXED_ROWS)
-    for row, out in enumerate(together.run(TorchAttention())):
-        alone = Case([MIXED_ROWS[row]])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_row_alone_equals_itself_in_a_batch(backend):
+    rows = [(5, 5), (1, 9), (1, 1), (3, 20), (1, 70), (16, 16)]
+    together = Case(rows, num_kv_heads=1)
+    for row, out in enumerate(together.run(backend())):
+        alone = Case([rows[row]], num_kv_heads=1)
         alone.q, alone.k, alone.v = [together.q[row]], [together.k[row]], [together.v[row]]
-        torch.testing.assert_close(alone.run(TorchAttention())[0], out, atol=1e-6, rtol=0)
+        torch.testing.assert_close(alone.run(backend())[0], out, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("lens", [range(1, 60), [30] * 40, [1, LONGEST, LONGEST + 1, 3], [500, 3, 500, 4]])
@@ -156,14 +165,16 @@ def test_every_row_is_in_one_group_and_no_group_is_padded_beyond_the_bound(seq_l
         assert len(group) == 1 or len(group) * max(seq_lens[row] for row in group) <= max_keys
 
 
-def test_every_token_without_a_slot_is_skipped():
-    check_skipped_slots(TorchAttention())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_token_without_a_slot_is_skipped(backend):
+    check_skipped_slots(backend())
 
 
-def test_every_padding_row_is_harmless():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_padding_row_is_harmless(backend):
     """Rows of key length 0 behind the live ones: finite output of their own, and no effect on the others."""
     case = Case([(3, 8), (1, 5)])
-    live = torch.cat(case.run(TorchAttention()))
+    live = torch.cat(case.run(backend()))
     batch = case.batch()
     padded = replace(
         batch,
@@ -174,12 +185,13 @@ def test_every_padding_row_is_harmless():
         seq_lens=[*batch.seq_lens, 0, 0],
     )
     q = torch.cat((*case.q, torch.full((2, 4, 16), torch.nan)))
-    out = TorchAttention().attend(q, case.cache, LAYER, padded)
+    out = backend().attend(q, case.cache, LAYER, padded)
     assert torch.equal(out[:4], live)
     assert out[4:].isfinite().all()
 
 
-def test_every_offset_into_the_cache_is_64_bit():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_offset_into_the_cache_is_64_bit(backend):
     case = Case([(3, 7), (1, 5)], num_kv_heads=1, head_dim=64, block_size=256, dtype=torch.float16)
     case.cache = KVCache(
         num_layers=2,
@@ -193,18 +205,26 @@ def test_every_offset_into_the_cache_is_64_bit():
     case.tables = [[case.cache.num_blocks - 1], [case.cache.num_blocks - 3]]
     slots = torch.tensor(case.slots(0, 0, 7))
     assert (slots * 64 > 2**31).all()
-    TorchAttention().store(case.k[0], case.v[0], case.cache, LAYER, slots)
-    TorchAttention().store(case.k[1], case.v[1], case.cache, LAYER, torch.tensor(case.slots(1, 0, 5)))
-    out = TorchAttention().attend(torch.cat(case.q), case.cache, LAYER, case.batch())
+    backend().store(case.k[0], case.v[0], case.cache, LAYER, slots)
+    backend().store(case.k[1], case.v[1], case.cache, LAYER, torch.tensor(case.slots(1, 0, 5)))
+    out = backend().attend(torch.cat(case.q), case.cache, LAYER, case.batch())
     expected = torch.cat((case.expected(0), case.expected(1)))
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
 
 
-def test_every_dtype_stays_what_it_was():
-    for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
-        case = Case([(4, 9), (1, 6), (1, 3)], dtype=dtype)
-        assert all(out.dtype == dtype for out in case.run(TorchAttention()))
-        check_definition(TorchAttention(), Case([(4, 9), (1, 6), (1, 3)], dtype=dtype), tolerance)
+# Products in bfloat16 are wrong in Triton's interpreter, which multiplies their bits as integers.
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [
+        (TorchAttention, torch.float16, 4e-3),
+        (TorchAttention, torch.bfloat16, 3e-2),
+        (TritonAttention, torch.float16, 4e-3),
+    ],
+)
+def test_every_dtype_stays_what_it_was(backend, dtype, tolerance):
+    case = Case([(4, 9), (1, 6), (1, 3)], dtype=dtype)
+    assert all(out.dtype == dtype for out in case.run(backend()))
+    check_definition(backend(), Case([(4, 9), (1, 6), (1, 3)], dtype=dtype), tolerance)
 
 
 # Planted bugs: each law above must see its own.
