@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
-from nanoserve import messages
-from nanoserve.client import CoreProcessClient, InProcessClient, SplitRunnerClient
-from nanoserve.config import STAGES, EngineConfig
-from nanoserve.lab.fakes import NullRunner
-from nanoserve.lab.ladder_report import describe_machine
-from nanoserve.messages import CoreOutputs, SchedulerStats
-from nanoserve.record import JsonlRecorder, read_trace
-from nanoserve.request import EngineOutput, EngineRequest, SamplingParams, StepPlan, StepResult
+from nanoserve.config import SEAMS, STAGES
+from nanoserve.lab.boundary import BoundaryCost, boundary_cost, measure_step
+from nanoserve.machine import describe_machine
 
-LAYOUTS = {"inproc": InProcessClient, "core_process": CoreProcessClient, "split_runner": SplitRunnerClient}
+LAYOUTS = {layout: replace(STAGES["shared"], client=client) for layout, client in SEAMS["client"].items()}
+BASE = "inproc"
 RUNNING = (1, 64, 256)
-PROMPT_LEN = 32
 
 
 @dataclass
@@ -42,43 +33,25 @@ class Point:
     step_us: float
     us_per_request: float
     added_us: float  # against inproc, in the same rounds
+    added_us_per_request: float
     start_s: float
-    plan_bytes: int  # to a runner process, a decode step
-    outputs_bytes: int  # to the front end, a decode step
+    bytes_per_step: int | None  # messages that cross
+    bytes_per_request: float | None
 
-
-def config_of(layout: str, num_running: int) -> EngineConfig:
-    stage = STAGES["shared"]
-    return replace(stage, client=LAYOUTS[layout], runner=NullRunner, max_num_seqs=max(num_running, 2))
-
-
-def measure(layout: str, num_running: int, num_steps: int) -> tuple[float, float]:
-    """(median time of a decode step in us, start-up in s)."""
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = JsonlRecorder(Path(folder) / "trace.jsonl")
-        start_s = time.monotonic()
-        with LAYOUTS[layout](config_of(layout, num_running), recorder) as client:
-            start_up_s = time.monotonic() - start_s
-            params = SamplingParams(max_tokens=num_steps, temperature=0, ignore_eos=True)
-            for i in range(num_running):
-                prompt = [(i + j) % 1000 for j in range(PROMPT_LEN)]
-                client.submit(EngineRequest(id=f"request-{i}", prompt_token_ids=prompt, params=params))
-            ended = 0
-            while ended < num_running:
-                ended += sum(output.finish_reason is not None for output in client.poll(30))
-        _, records = read_trace(recorder.path)
-    full = [record.start_s for record in records if len(record.num_scheduled_tokens) == num_running]
-    return statistics.median(b - a for a, b in pairwise(full[2:])) * 1e6, start_up_s
-
-
-def message_bytes(num_running: int) -> tuple[int, int]:
-    """(plan, outputs) of a decode step in which every sixteenth request gets a new block."""
-    ids = [f"request-{i}" for i in range(num_running)]
-    plan = StepPlan(1000, dict.fromkeys(ids, 1), new_blocks={i: [7] for i in ids[::16]})
-    outputs = [EngineOutput(id=i, new_token_ids=[123]) for i in ids]
-    result = StepResult({i: [123] for i in ids})
-    to_runner = len(msgspec.msgpack.encode(plan)) + len(msgspec.msgpack.encode(result))
-    return to_runner, len(messages.encode(CoreOutputs(outputs, SchedulerStats())))
+    @classmethod
+    def of(cls, cost: BoundaryCost) -> Point:
+        layout, step_us = cost.stage, cost.step_s[cost.stage] * 1e6
+        return cls(
+            layout,
+            cost.num_running,
+            step_us,
+            step_us / cost.num_running,
+            cost.added_step_s * 1e6,
+            cost.added_per_request_s * 1e6,
+            cost.start_s[layout],
+            cost.bytes_per_step[layout],
+            cost.bytes_per_request_step[layout],
+        )
 
 
 def main() -> None:
@@ -87,27 +60,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "boundary.json")
     args = parser.parse_args()
+    machine = describe_machine()
     points = []
     print("| running | layout | step, us | us per request | added by the boundary, us | bytes a step | start-up, s |")
     print("|---|---|---|---|---|---|---|")
     for num_running in RUNNING:
-        rounds = [{layout: measure(layout, num_running, args.steps) for layout in LAYOUTS} for _ in range(args.rounds)]
-        plan_bytes, outputs_bytes = message_bytes(num_running)
-        for layout in LAYOUTS:
-            step_us = statistics.median(r[layout][0] for r in rounds)
-            added_us = statistics.median(r[layout][0] - r["inproc"][0] for r in rounds)
-            start_s = statistics.median(r[layout][1] for r in rounds)
-            crossing = (plan_bytes * (layout == "split_runner"), outputs_bytes * (layout != "inproc"))
-            points.append(Point(layout, num_running, step_us, step_us / num_running, added_us, start_s, *crossing))
+        rounds = [
+            {layout: measure_step(config, num_running, args.steps) for layout, config in LAYOUTS.items()}
+            for _ in range(args.rounds)
+        ]
+        for layout, config in LAYOUTS.items():
+            point = Point.of(boundary_cost((BASE, LAYOUTS[BASE]), (layout, config), rounds, num_running))
+            points.append(point)
             print(
-                f"| {num_running} | {layout} | {step_us:,.0f} | {step_us / num_running:.1f} | {added_us:,.0f} | "
-                f"{sum(crossing):,} | {start_s:.2f} |",
+                f"| {num_running} | {layout} | {point.step_us:,.0f} | {point.us_per_request:.1f} | "
+                f"{point.added_us:,.0f} | {point.bytes_per_step:,} | {point.start_s:.2f} |",
                 flush=True,
             )
     result = {
         "what": "step of a null runner, per layout",
         "command": f"python benchmarks/boundary.py --rounds {args.rounds} --steps {args.steps}",
-        "machine": msgspec.to_builtins(describe_machine()),
+        "machine": msgspec.to_builtins(machine),
         "points": [asdict(point) for point in points],
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")

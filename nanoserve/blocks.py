@@ -70,8 +70,9 @@ class KVCacheManager(Protocol):
         blocks. Returns the newly popped blocks, or None with nothing changed."""
         ...
 
-    def commit(self, request: Request) -> None:
-        """The KV of all computed tokens exists now."""
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
+        """The step that brought the request to that many computed tokens has run: their KV exists now, and so do their
+        ids. `request.num_computed_tokens` may be further on."""
         ...
 
     def forget(self, request: Request, num_computed_tokens: int) -> None:
@@ -79,7 +80,8 @@ class KVCacheManager(Protocol):
         ...
 
     def free(self, request: Request) -> None:
-        """Give back all blocks, tail first, so that a prefix is evicted last. Legal when it holds none."""
+        """Give back all blocks, tail first, so that a prefix is evicted last. Legal when it holds none, and while a
+        step in flight still writes to them: a runner executes plans in order, so whoever gets them writes later."""
         ...
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
@@ -162,7 +164,7 @@ class PrivateBlocks:
         request.block_ids += new
         return new
 
-    def commit(self, request: Request) -> None:
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
         pass
 
     def forget(self, request: Request, num_computed_tokens: int) -> None:
@@ -316,10 +318,8 @@ class V0CachedBlocks(PrivateBlocks):
             self._events.append(BlockEvent("removed", [_int_bytes(block.block_hash)], [block.id]))
         block.block_hash = None
 
-    def commit(self, request: Request) -> None:
-        if not request.block_ids:
-            return
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
+        num_full = num_computed_tokens // self.block_size
         if not request.cache_salt:
             hashes = self._extend_hashes(request, num_full)
             for i in range(request.num_cached_blocks, num_full):
@@ -386,9 +386,10 @@ class SharedBlocks(PrivateBlocks):
         request A  [ 1 | 2 | 3 | 4 ]        ref of 1, 2, 3 is 2; block 4 and 5 are private tails
         request B  [ 1 | 2 | 3 | 5 ]        hash(3) covers the tokens of 1, 2 and 3
 
-    Tables are append-only: ids never change. Blocks are hashed when scheduled, so that requests of one step share;
-    `forget` undoes it when the step will not run. A block that nobody holds keeps its hash until it is popped
-    again: that is eviction. Mirrors `vllm/v1/core/kv_cache_manager.py` and `block_pool.py`.
+    Tables are append-only: ids never change. Blocks are hashed when scheduled, so that requests of one step share, or,
+    one step ahead, as soon as their last token is known; `forget` undoes it when the step will not run. A block that
+    nobody holds keeps its hash until it is popped again: that is eviction. Mirrors `vllm/v1/core/kv_cache_manager.py`
+    and `block_pool.py`.
     """
 
     can_swap: ClassVar[bool] = False
@@ -448,20 +449,27 @@ class SharedBlocks(PrivateBlocks):
         watermark_blocks: int = 0,
     ) -> list[int] | None:
         assert num_new_tokens > 0, f"request {request.id}: nothing to allocate for"
+        end = request.num_computed_tokens + hit.num_tokens + num_new_tokens
+        num_full = min(end, len(request.token_ids)) // self.block_size
+        if num_full <= request.num_cached_blocks and end <= len(request.block_ids) * self.block_size:
+            return []  # inside its last block, as most decodes are: nothing changes
         demand = self.demand(request, num_new_tokens, hit, reserve_tokens=reserve_tokens)
         if demand + watermark_blocks > self.num_free_blocks:
             return None
         if not request.block_ids and not request.skip_cache_read:
             self.stats.record(request, hit)
-        end = request.num_computed_tokens + hit.num_tokens + num_new_tokens
         num_new = cdiv(end, self.block_size) - len(request.block_ids) - len(hit.block_ids)
         for block_id in hit.block_ids:
             self._hold(self.pool.blocks[block_id])
         new = [self._pop() for _ in range(num_new)]
         request.block_ids += [*hit.block_ids, *new]
         request.num_cached_blocks = max(request.num_cached_blocks, len(hit.block_ids))
-        self._register(request, min(end, request.num_tokens) // self.block_size)
+        self._register(request, num_full)
         return new
+
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
+        """Hash the blocks that had an unknown id in them when they were allocated, one step ahead."""
+        self._register(request, num_computed_tokens // self.block_size)
 
     def _hold(self, block: Block) -> None:
         if block.ref == 0:

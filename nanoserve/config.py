@@ -12,17 +12,25 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.attention import TorchAttention
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
 from nanoserve.client import CoreProcessClient, InProcessClient, SplitRunnerClient
+from nanoserve.compilation import CompileMode
+from nanoserve.graph_runner import GraphRunner
+from nanoserve.graphs import GraphMode, given_sizes
 from nanoserve.input_batch import RebuiltBatch
+from nanoserve.ops import TorchOps, TritonOps
+from nanoserve.persistent_batch import PersistentBatch
 from nanoserve.runner import EagerRunner
 from nanoserve.scheduler import ChunkedNoMixScheduler, PhaseSplitScheduler, UnifiedScheduler
+from nanoserve.triton_attention import TritonAttention
 
 if TYPE_CHECKING:
     from nanoserve.attention import AttentionBackend
     from nanoserve.blocks import KVCacheManager
     from nanoserve.client import EngineClient
     from nanoserve.input_batch import InputBatch
+    from nanoserve.ops import Ops
     from nanoserve.runner import Runner
     from nanoserve.scheduler import BaseScheduler
 
@@ -47,6 +55,10 @@ class EngineConfig:
     runner: type[Runner] = EagerRunner
     batch: type[InputBatch] = RebuiltBatch
     attention: type[AttentionBackend] | None = None  # None: the device's default
+    ops: type[Ops] | None = None  # None: fused by hand on a GPU, unless compiled
+    compile: str | None = "none"  # "layers", "model"; None: the device's default
+    graph_mode: str | None = None  # of a runner that captures graphs; None: the device's default
+    graph_sizes: tuple[int, ...] | None = None  # tokens; None: graphs.default_sizes
 
     # the model
     device: str = "auto"
@@ -83,6 +95,9 @@ class EngineConfig:
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("free_order", self.free_order, ("uncached_first", "append"))
         _one_of("policy", self.policy, ("fcfs", "priority"))
+        if self.compile is not None:
+            _one_of("compile", self.compile, tuple(CompileMode))
+        self._check_graphs()
         _one_of("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         _at_least("seed", self.seed, -(2**63))
         _at_least("block_size", self.block_size, 1, high=2**16)
@@ -99,6 +114,8 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), low, high)
         if self.max_model_len not in (None, "auto"):
             _at_least("max_model_len", self.max_model_len, 2)
+        if not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling must be True or False, got {_show(self.async_scheduling)}.")
         for name in ("start_timeout_s", "execute_timeout_s", "shutdown_timeout_s"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -124,6 +141,20 @@ class EngineConfig:
                 )
             if self.num_swap_blocks < 1:
                 raise ValueError("preemption_mode='swap' needs num_swap_blocks >= 1, got 0; give it host blocks.")
+
+    def _check_graphs(self) -> None:
+        if self.graph_mode is not None:
+            _one_of("graph_mode", self.graph_mode, tuple(GraphMode))
+        for size in self.graph_sizes or ():
+            _at_least("graph_sizes", size, 1)
+        for name in ("graph_mode", "graph_sizes"):
+            if getattr(self, name) is not None and not self.runner.captures_graphs:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} means nothing to {self.runner.__name__}, which captures nothing; "
+                    "leave it out, or use GraphRunner (--runner graph)."
+                )
+        if self.graph_sizes == ():
+            raise ValueError("graph_sizes=() names no size; leave it out for the default ones.")
 
     def resolve(self, *, model_len: int, pool_blocks: int, device: str) -> EngineConfig:
         """The same config with every None filled in, checked against the model and the KV pool.
@@ -175,6 +206,8 @@ class EngineConfig:
                 f"max_model_len={model_len}; lower it (0 switches it off)."
             )
         self.scheduler.check_resolved(self)
+        if self.graph_sizes is not None:
+            given_sizes(self.graph_sizes, budget)
 
     @property
     def budget(self) -> int:
@@ -217,7 +250,8 @@ def _stages() -> Mapping[str, EngineConfig]:
     chunked = replace(v0, scheduler=UnifiedScheduler)
     multiprocess = replace(chunked, client=CoreProcessClient)
     shared = replace(multiprocess, blocks=SharedBlocks)
-    return MappingProxyType({"v0": v0, "chunked": chunked, "multiprocess": multiprocess, "shared": shared})
+    v1 = replace(shared, runner=GraphRunner, batch=PersistentBatch, compile=None, async_scheduling=True)
+    return MappingProxyType({"v0": v0, "chunked": chunked, "multiprocess": multiprocess, "shared": shared, "v1": v1})
 
 
 STAGES: Mapping[str, EngineConfig] = _stages()
@@ -236,8 +270,10 @@ SEAMS: Mapping[str, Mapping[str, type]] = MappingProxyType(
             "split_runner": SplitRunnerClient,
         },
         "blocks": {"private": PrivateBlocks, "v0_cached": V0CachedBlocks, "shared": SharedBlocks},
-        "runner": {"eager": EagerRunner},
-        "batch": {"rebuilt": RebuiltBatch},
+        "runner": {"eager": EagerRunner, "graph": GraphRunner},
+        "attention": {"torch": TorchAttention, "triton": TritonAttention},
+        "ops": {"torch": TorchOps, "triton": TritonOps},
+        "batch": {"rebuilt": RebuiltBatch, "persistent": PersistentBatch},
     }
 )
 

@@ -1,36 +1,39 @@
 """The step: schedule, execute, update. Everything in the engine hangs on these few lines.
 
-Owns one scheduler and one runner; knows neither text nor sockets. v0 and v1 differ in the classes it is given, not
-here. Calls an optional `Observer` with a `StepRecord` after each step. Reading path: this file, scheduler.py,
-blocks.py.
+Owns one scheduler and one runner; knows neither text nor sockets. v0 and v1 differ in the classes it is given, and
+here in one thing: v1 decides and launches a step before it takes the results of the one before (`_step_ahead`). Calls
+an optional `Observer` with a `StepRecord` after each step. Laws: tests/test_core.py, tests/test_one_step_ahead.py.
+Reading path: this file, scheduler.py, blocks.py.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nanoserve.invariants import check_blocks, check_plan, check_queues
+from nanoserve.invariants import check_blocks, check_plan, check_queues, check_result
 from nanoserve.messages import SchedulerStats
 from nanoserve.record import JsonlRecorder, Observer, StepRecord, TraceHeader, describe_config
-from nanoserve.request import EngineInfo, EngineOutput, EngineRequest, Request, StepPlan, StepResult
+from nanoserve.request import EngineInfo, EngineOutput, EngineRequest, Request, StepCost, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from nanoserve.block_pool import BlockPool
     from nanoserve.config import EngineConfig
-    from nanoserve.runner import Runner
+    from nanoserve.runner import Runner, StepHandle
     from nanoserve.scheduler import BaseScheduler
 
 
+logger = logging.getLogger("nanoserve.core")
 CRASH_PREFIX = "nanoserve-crash-"
 NUM_RECENT_STEPS = 32  # steps that a crash dump and `recent_steps` go back
 
@@ -43,6 +46,17 @@ class RecentStep:
     start_s: float
     launched_s: float
     end_s: float | None = None
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was launched and whose results were not taken, with what its record will tell of its decision."""
+
+    recent: RecentStep
+    handle: StepHandle
+    resumed: list[str]  # admitted again after a preemption
+    arrivals: list[EngineRequest]
+    aborts: list[str] = field(default_factory=list)  # before it was decided, and until the next one is
 
 
 class EngineCore:
@@ -66,10 +80,12 @@ class EngineCore:
         self.observer = observer
         self.clock = clock
         self._abort_ids: deque[str] = deque()
-        self._arrivals: list[EngineRequest] = []  # since the last record
-        self._aborted: list[str] = []  # since the last record
+        self._arrivals: list[EngineRequest] = []  # since the last launch
+        self._aborted: list[str] = []  # that no step in flight has in its record yet
         self._recent: deque[RecentStep] = deque(maxlen=NUM_RECENT_STEPS)
-        self.num_steps = 0
+        self._in_flight: StepInFlight | None = None  # between two calls of `step`; one step ahead only
+        self._at_step = 0  # the one that is being decided, or awaited
+        self.num_steps = 0  # decided so far
 
     @classmethod
     def build(
@@ -103,6 +119,7 @@ class EngineCore:
         except BaseException:
             runner.close()
             raise
+        logger.info("%s on %s, %s: %s", config.model, runner.device, runner.dtype, runner.execution)
         return cls(config, scheduler, runner, observer)
 
     @property
@@ -116,6 +133,7 @@ class EngineCore:
             block_size=self.config.block_size,
             device=self.runner.device,
             dtype=self.runner.dtype,
+            execution=self.runner.execution,
         )
 
     @property
@@ -133,7 +151,7 @@ class EngineCore:
 
     @property
     def utilities(self) -> Mapping[str, Callable[..., Any]]:
-        """What a front end may call between two steps."""
+        """What a front end may call between two calls of `step`, also while a step is in flight."""
         return {
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "block_map": self.block_map,
@@ -148,7 +166,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._abort_ids)
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._abort_ids)
 
     def add(self, request: EngineRequest) -> None:
         """ValueError if the id is in use."""
@@ -157,31 +175,66 @@ class EngineCore:
             self._arrivals.append(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Idempotent; honoured by the step that runs, or else by the next one."""
+        """Idempotent; honoured by the step that is awaited, or else by the next call of `step`."""
         self._abort_ids.extend(request_ids)
 
     def step(self) -> list[EngineOutput]:
-        """One step: news of the requests that have any; [] when there is nothing to do."""
+        """News of the requests that have any, from one step; [] when there is none."""
         outputs = self._abort_now()
+        return outputs + (self._step_ahead() if self.config.async_scheduling else self._step())
+
+    def _step(self) -> list[EngineOutput]:
+        """The device waits while the host takes the tokens and decides what is next."""
         if not self.scheduler.has_work:
-            return outputs
+            return []
+        return self._finish(self._launch())
+
+    def _step_ahead(self) -> list[EngineOutput]:
+        """The host does all that while the device runs the next step, whose rows take their newest token from where
+        the device left it. A stop is seen one step late: at most one token is computed for nothing. What that step
+        writes goes to blocks that are free by then; a runner executes plans in order, so nobody is harmed.
+        Mirrors `vllm/v1/engine/core.py: step_with_batch_queue` with a queue of two."""
+        before, self._in_flight = self._in_flight, None
+        if self.scheduler.can_schedule:
+            self._in_flight = self._launch()
+        return self._finish(before) if before else []
+
+    def _launch(self) -> StepInFlight:
+        """Schedule, and hand the plan to the runner."""
         self.num_steps += 1
+        self._at_step = self.num_steps
         start_s = self.clock()
         plan = self.scheduler.schedule()
-        launched_s = self.clock()
-        recent = RecentStep(plan, start_s, launched_s)
+        recent = RecentStep(plan, start_s, launched_s=self.clock())
         self._recent.append(recent)
-        resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
-        result = self.runner.launch(plan).wait()
-        outputs += self._abort_now()  # before the tokens are taken: an abort wins over a natural end
-        news = self.scheduler.update(plan, result.token_ids)
-        outputs += with_logprobs(news, result) if result.logprobs or result.prompt_logprobs else news
         if self.config.check_invariants:
-            self.check(plan)
+            check_plan(plan, self.scheduler)
+        resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
+        arrivals, self._arrivals = self._arrivals, []
+        aborts, self._aborted = self._aborted, []
+        return StepInFlight(recent, self.runner.launch(plan), resumed, arrivals, aborts)
+
+    def _finish(self, step: StepInFlight) -> list[EngineOutput]:
+        """Wait for the results, and update."""
+        plan = step.recent.plan
+        self._at_step = plan.step
+        result = step.handle.wait()
+        arrived_s = self.clock()
+        outputs = self._abort_now()  # before the tokens are taken: an abort wins over a natural end
+        newest = self._in_flight or step
+        newest.aborts += self._aborted
+        self._aborted = []
+        if self.config.check_invariants:
+            check_result(plan, result, self.scheduler)
+        news = self.scheduler.update(plan, result.token_ids)
+        if result.logprobs or result.prompt_logprobs:
+            news = with_logprobs(news, result)
+        if self.config.check_invariants:
+            self.check()
         if self.observer:
-            self.observer.on_step(self._record(plan, resumed, outputs, start_s, launched_s))
-        recent.end_s = self.clock()
-        return outputs
+            self.observer.on_step(self._record(step, news, result.cost, arrived_s))
+        step.recent.end_s = self.clock()
+        return outputs + news
 
     def _abort_now(self) -> list[EngineOutput]:
         if not self._abort_ids:
@@ -191,29 +244,29 @@ class EngineCore:
         self._aborted += alive
         return [EngineOutput(id=request_id, new_token_ids=[], finish_reason="abort") for request_id in alive]
 
-    def check(self, plan: StepPlan) -> None:
+    def check(self) -> None:
         """Assert every invariant of a state between two steps."""
-        check_plan(plan, self.scheduler)
         check_queues(self.scheduler)
         check_blocks(self.scheduler.blocks, self.scheduler.requests.values(), self.config.model_len)
 
-    def _record(
-        self, plan: StepPlan, resumed: list[str], outputs: list[EngineOutput], start_s: float, launched_s: float
-    ) -> StepRecord:
+    def _record(self, step: StepInFlight, news: list[EngineOutput], cost: StepCost, arrived_s: float) -> StepRecord:
+        """One step ahead, the counts at the end are those with the next step decided."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        arrivals, self._arrivals = self._arrivals, []
-        aborts, self._aborted = self._aborted, []
+        plan, end_s = step.recent.plan, self.clock()
+        scheduling_s = step.recent.launched_s - step.recent.start_s
+        ends = dict.fromkeys(step.aborts, "abort")
+        ends |= {output.id: output.finish_reason for output in news if output.finish_reason}
         return StepRecord(
             step=plan.step,
-            start_s=start_s,
-            launched_s=launched_s,
-            end_s=self.clock(),
-            arrivals=arrivals,
-            aborts=aborts,
+            start_s=step.recent.start_s,
+            launched_s=step.recent.launched_s,
+            end_s=end_s,
+            arrivals=step.arrivals,
+            aborts=step.aborts,
             num_scheduled_tokens=plan.num_scheduled_tokens,
             budget=self.config.budget,
             hit_tokens={new.id: new.num_computed_tokens for new in plan.new},
-            resumed=resumed,
+            resumed=step.resumed,
             preempted=plan.preempted,
             left_out=plan.left_out,
             new_blocks={new.id: new.block_ids for new in plan.new} | plan.new_blocks,
@@ -221,22 +274,25 @@ class EngineCore:
             num_used_blocks=blocks.num_blocks - 1 - blocks.num_free_blocks,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
-            sampled={output.id: output.new_token_ids for output in outputs if output.new_token_ids},
-            finished={output.id: output.finish_reason for output in outputs if output.finish_reason},
+            sampled={output.id: output.new_token_ids for output in news if output.new_token_ids},
+            finished=ends,
+            host_s=scheduling_s + cost.host_s + end_s - arrived_s,
+            graph=cost.graph,
+            num_padding_tokens=cost.num_padding_tokens,
         )
 
     def dump_crash(self, error: BaseException) -> str:
-        """Write the last plans as a trace file, the failing one at the end, and return the file's path. A step that
-        failed before it had a plan is an empty record."""
+        """Write the last plans as a trace file, and return its path. The failing one carries the error: it is the last,
+        but for a plan that was launched behind it. A step that failed before it had a plan is an empty record."""
         path = Path(tempfile.gettempdir()) / f"{CRASH_PREFIX}{os.getpid()}-{self.num_steps}.jsonl"
         recorder = JsonlRecorder(path)
         recorder.on_start(TraceHeader(config=describe_config(self.config), device=self.runner.device))
         steps = list(self._recent)
-        if not steps or steps[-1].plan.step != self.num_steps:
+        if all(recent.plan.step != self._at_step for recent in steps):
             now_s = self.clock()
-            steps.append(RecentStep(StepPlan(self.num_steps, {}), now_s, now_s))
+            steps.append(RecentStep(StepPlan(self._at_step, {}), now_s, now_s))
         for recent in steps:
-            failed = recent is steps[-1]
+            failed = recent.plan.step == self._at_step
             recorder.on_step(self._recall(recent, "".join(traceback.format_exception(error)) if failed else ""))
         recorder.close()
         return str(path)
@@ -282,7 +338,8 @@ class EngineCore:
         }
 
     def close(self) -> None:
-        """Free the runner's memory, end the observer. Idempotent."""
+        """Free the runner's memory, end the observer; nobody waits for a step in flight. Idempotent."""
+        self._in_flight = None
         self.runner.close()
         if self.observer:
             self.observer.close()

@@ -104,6 +104,28 @@ class StepInputs:
             self.input_ids_T[self.in_flight_T] = sampled_ids_S[self.in_flight_S]
 
 
+def padding_inputs(num_tokens: int) -> HostInputs:
+    """A step that computes nothing of anybody's: one row without keys, tokens that are not stored."""
+    import numpy as np
+
+    none = np.zeros(0, np.int64)
+    return HostInputs(
+        request_ids=[""],
+        input_ids_T=np.zeros(num_tokens, np.int64),
+        positions_T=np.zeros(num_tokens, np.int64),
+        slot_mapping_T=np.full(num_tokens, -1),
+        query_start_loc_R1=np.array([0, num_tokens]),
+        seq_lens_R=np.zeros(1, np.int64),
+        block_table_RB=np.zeros((1, 1), np.int64),
+        sampling_ids=[],
+        sampling_index_S=none,
+        in_flight_T=none,
+        in_flight_S=none,
+        sampling=None,
+        receipt=[],
+    )
+
+
 class InputBatch(Protocol):
     """What a runner keeps of its requests between steps, in one of two forms.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.block_pool import NULL_BLOCK, cdiv
 from nanoserve.blocks import HASH_SEED, PrivateBlocks, SharedBlocks, V0CachedBlocks
-from nanoserve.request import Request, Status, StepPlan
+from nanoserve.request import Request, Status, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from nanoserve.blocks import KVCacheManager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def check_plan(plan: StepPlan, scheduler: BaseScheduler) -> None:
     """Within budget and seats, every count positive, a hit leaves a token to compute, and whoever gets nothing is told
-    why. Some progress."""
+    why. Some progress, unless a step in flight makes it. Of the plan made last: whoever came since is not in it."""
     tokens, step = plan.num_scheduled_tokens, plan.step
     assert plan.num_tokens <= scheduler.budget, f"step {step}: {plan.num_tokens} tokens > {scheduler.budget}"
     assert len(tokens) <= scheduler.max_num_seqs, f"step {step}: {len(tokens)} > {scheduler.max_num_seqs} seats"
@@ -32,21 +32,34 @@ def check_plan(plan: StepPlan, scheduler: BaseScheduler) -> None:
     assert not tokens.keys() & plan.left_out.keys(), f"step {step}: {tokens.keys() & plan.left_out.keys()}"
     unexplained = scheduler.requests.keys() - tokens.keys() - plan.left_out.keys()
     assert not unexplained, f"step {step} does not say why {unexplained} got nothing"
-    progress = tokens or plan.preempted or plan.finished or not plan.left_out
+    in_flight = any(request.num_placeholders for request in scheduler.requests.values())
+    progress = tokens or plan.preempted or plan.finished or not plan.left_out or in_flight
     assert progress, f"step {step} makes no progress: {plan.left_out}"
 
 
+def check_result(plan: StepPlan, result: StepResult, scheduler: BaseScheduler) -> None:
+    """The runner sampled for exactly the rows that the scheduler took for caught up. To be called before `update`."""
+    shares, _ = scheduler._in_flight[plan.step]
+    promised = {share.request.id for share in shares if share.samples}
+    sampled = set(result.token_ids)
+    assert sampled == promised, f"step {plan.step}: {sampled} were sampled, {promised} had caught up"
+
+
 def check_queues(scheduler: BaseScheduler) -> None:
-    """Every live request is in exactly one queue, with the status of that queue."""
+    """Every live request is in exactly one queue, with the status of that queue, and waits for as many tokens as the
+    steps in flight will sample for it."""
     waiting, running, swapped = list(scheduler.waiting), scheduler.running, list(scheduler.swapped)
     ids = [request.id for request in (*waiting, *running, *swapped)]
     assert Counter(ids) == Counter(list(scheduler.requests)), f"queues hold {ids}, alive are {list(scheduler.requests)}"
     assert len(running) <= scheduler.max_num_seqs, f"{len(running)} running > {scheduler.max_num_seqs}"
+    shares = chain.from_iterable(shares for shares, _ in scheduler._in_flight.values())
+    promised = Counter(share.request for share in shares if share.samples)
     expected = {Status.WAITING: waiting, Status.PREEMPTED: waiting, Status.RUNNING: running, Status.SWAPPED: swapped}
     for request in scheduler.requests.values():
         assert any(r is request for r in expected[request.status]), f"{request.id} is {request.status.name} elsewhere"
-        computed, known = request.num_computed_tokens, request.num_tokens
-        assert computed <= known, f"{request.id}: computed {computed} of {known} tokens"
+        computed, known, coming = request.num_computed_tokens, request.num_tokens, request.num_placeholders
+        assert computed <= known + coming, f"{request.id}: computed {computed} of {known} tokens"
+        assert coming == promised[request], f"{request.id}: {coming} placeholders, {promised[request]} are sampled"
         if request.status in (Status.WAITING, Status.PREEMPTED):
             assert computed == 0, f"{request.id} waits with {computed} computed tokens"
             assert not request.block_ids, f"{request.id} waits with blocks {request.block_ids}"
@@ -86,6 +99,8 @@ def _check_table(request: Request, block_size: int, max_model_len: int) -> None:
         assert num_blocks <= cdiv(max_model_len, block_size), f"{request.id}: {num_blocks} blocks"
         cached = request.num_cached_blocks
         assert cached <= request.num_computed_tokens // block_size, f"{request.id}: {cached} cached blocks"
+        known = request.num_tokens
+        assert cached <= known // block_size, f"{request.id}: {cached} cached blocks, {known} known tokens"
 
 
 def _check_hash_map(blocks: SharedBlocks | V0CachedBlocks, requests: list[Request]) -> None:

@@ -52,6 +52,11 @@ class KVCache:
         self.blocks = empty(num_blocks, device)
         self.host_blocks = empty(num_host_blocks, torch.device("cpu"), pin=device.type != "cpu" and num_host_blocks > 0)
 
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return self.blocks.numel() * self.blocks.element_size()
+
     @classmethod
     def build(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
         """For a resolved config. ValueError when the memory is not there."""

@@ -6,12 +6,18 @@ machine once, when the engine is built. Imports no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from nanoserve.attention import TorchAttention
+from nanoserve.compilation import CompileMode
+from nanoserve.graphs import GraphMode, GraphSupport
+from nanoserve.ops import Ops, TorchOps, TritonOps
+from nanoserve.triton_attention import TritonAttention
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +30,7 @@ CPU_POOL_SHARE = 0.5  # of what is available: the rest of the machine wants to l
 SMALL_MODEL = 10_000_000  # parameters
 GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: activations take the rest
 PLATFORM_NAMES = ("auto", "cpu", "cuda", "rocm")
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of work on static memory: its replay
 
 
 class Platform(Protocol):
@@ -33,6 +40,10 @@ class Platform(Protocol):
     torch_device: ClassVar[str]
     default_dtype: ClassVar[str]  # for dtype="auto"; "auto" here: the checkpoint's own
     default_attention: ClassVar[type[AttentionBackend]]
+    default_compile: ClassVar[CompileMode]
+    default_graph_mode: ClassVar[GraphMode]
+    graph_kind: ClassVar[str]  # what replays captured work
+    launches: ClassVar[bool]  # the host only launches a step, and the device works on its own
 
     @property
     def device(self) -> torch.device: ...
@@ -46,6 +57,24 @@ class Platform(Protocol):
         """CPU threads for the steps of a model of that size."""
         ...
 
+    def default_ops(self, *, is_compiled: bool) -> type[Ops]:
+        """Fused by hand, unless a compiler will do it."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, now."""
+        ...
+
+    def release_memory(self) -> None:
+        """Give back what torch holds but nobody uses."""
+        ...
+
+    def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport: ...
+
+    def graph_pool(self) -> Capture:
+        """What captures work on static memory and returns its replay; all graphs of a pool share their memory."""
+        ...
+
     def queue(self, num_threads: int) -> Executor | None:
         """What runs steps in order while the host goes on; None: the device has such a queue of its own."""
         ...
@@ -56,6 +85,10 @@ class CpuPlatform:
     torch_device: ClassVar[str] = "cpu"
     default_dtype: ClassVar[str] = "float32"  # 16-bit products are slower on most CPUs
     default_attention: ClassVar[type[AttentionBackend]] = TorchAttention
+    default_compile: ClassVar[CompileMode] = CompileMode.NONE  # half a minute of compiling, for little
+    default_graph_mode: ClassVar[GraphMode] = GraphMode.FULL_AND_PIECEWISE
+    graph_kind: ClassVar[str] = "stand-in: the same calls again on static memory"
+    launches: ClassVar[bool] = False
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +107,21 @@ class CpuPlatform:
             return torch.get_num_threads()
         return 1 if num_parameters < SMALL_MODEL else num_cpus()
 
+    def default_ops(self, *, is_compiled: bool) -> type[Ops]:
+        return TorchOps
+
+    def free_bytes(self) -> int:
+        return available_memory()
+
+    def release_memory(self) -> None:
+        """Freed memory has gone back already."""
+
+    def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
+        return GraphSupport.ALWAYS  # nothing is recorded: a backend may look at the batch each time
+
+    def graph_pool(self) -> Capture:
+        return lambda run: run
+
     def queue(self, num_threads: int) -> Executor | None:
         """A thread: operations of torch let go of the interpreter lock while they compute."""
         import torch
@@ -85,7 +133,11 @@ class CudaPlatform:
     name: ClassVar[str] = "cuda"
     torch_device: ClassVar[str] = "cuda"
     default_dtype: ClassVar[str] = "auto"
-    default_attention: ClassVar[type[AttentionBackend]] = TorchAttention
+    default_attention: ClassVar[type[AttentionBackend]] = TritonAttention
+    default_compile: ClassVar[CompileMode] = CompileMode.LAYERS
+    default_graph_mode: ClassVar[GraphMode] = GraphMode.FULL_AND_PIECEWISE
+    graph_kind: ClassVar[str] = "CUDA graphs"
+    launches: ClassVar[bool] = True
 
     @property
     def device(self) -> torch.device:
@@ -94,13 +146,33 @@ class CudaPlatform:
         return torch.device(self.torch_device)
 
     def kv_cache_bytes(self, reserved_bytes: int = 0) -> int:
-        import torch
-
-        free, _ = torch.cuda.mem_get_info()
-        return int(GPU_POOL_SHARE * max(0, free - reserved_bytes))
+        return int(GPU_POOL_SHARE * max(0, self.free_bytes() - reserved_bytes))
 
     def num_threads(self, num_parameters: int) -> int:
         return 1  # it only launches
+
+    def default_ops(self, *, is_compiled: bool) -> type[Ops]:
+        return TritonOps if has_triton() and not is_compiled else TorchOps
+
+    def free_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+
+    def release_memory(self) -> None:
+        import gc
+
+        import torch
+
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
+        return attention.graph_support
+
+    def graph_pool(self) -> Capture:
+        return CudaGraphPool()
 
     def queue(self, num_threads: int) -> Executor | None:
         return None
@@ -110,6 +182,34 @@ class RocmPlatform(CudaPlatform):
     """AMD: torch answers to the name `cuda` there."""
 
     name: ClassVar[str] = "rocm"
+    graph_kind: ClassVar[str] = "HIP graphs"
+
+
+class CudaGraphPool:
+    """Captures on a stream of its own. Without `torch.cuda.graph`, which collects garbage at each of the thousand or
+    so captures that a model in pieces needs."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()  # as it is: kernels are compiled and libraries set up, which cannot be captured
+            self._stream.synchronize()
+            graph.capture_begin(pool=self._memory)
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
 
 
 def resolve_platform(device: str) -> Platform:
@@ -132,6 +232,31 @@ def resolve_platform(device: str) -> Platform:
         instead = found.name if found else "cpu"
         raise ValueError(f"device={device!r} was asked for, but {there}; use device={instead!r}.")
     return found
+
+
+def resolve_attention(platform: Platform, asked: type[AttentionBackend] | None) -> tuple[type[AttentionBackend], str]:
+    """The backend to use, and why. ValueError for one that does not run there."""
+    if asked is None:
+        if platform.default_attention is TritonAttention and not has_triton():
+            return TorchAttention, "triton is not installed"
+        return platform.default_attention, f"the default on {platform.name}"
+    if asked is TritonAttention and not has_triton():
+        raise ValueError("attention=TritonAttention needs triton; pip install 'nanoserve[gpu]', or use TorchAttention.")
+    if platform.name not in asked.platforms and not (asked is TritonAttention and interprets_triton()):
+        raise ValueError(
+            f"attention={asked.__name__} runs on {' and '.join(asked.platforms)}, not on {platform.name}; leave it out "
+            f"for {platform.default_attention.__name__}."
+        )
+    return asked, "asked for"
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interprets_triton() -> bool:
+    """Whether kernels run in Triton's interpreter: on any machine, and a thousand times slower. For tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _gpu_platform() -> Platform | None:

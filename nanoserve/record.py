@@ -52,6 +52,9 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_waiting: int = 0  # swapped and preempted ones included
     sampled: dict[str, list[int]] = {}  # accepted by update()
     finished: dict[str, str] = {}  # id -> finish reason
+    host_s: float = 0.0  # deciding, making inputs, launching, taking the tokens: all but the device's own work
+    graph: str = ""  # the one that was replayed
+    num_padding_tokens: int = 0
     error: str = ""  # of a step that failed; only in a crash dump
 
 
@@ -113,6 +116,8 @@ def describe_config(config: EngineConfig) -> dict[str, str | int | float | bool 
     described: dict[str, str | int | float | bool | None] = {}
     for f in fields(config):
         value = getattr(config, f.name)
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))
         described[f.name] = value.__name__ if isinstance(value, type) else value
     return described
 

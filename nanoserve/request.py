@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.execution import Execution
+
 GREEDY_EPSILON = 1e-5  # temperatures below this are greedy
 MIN_TEMPERATURE = 0.01  # other temperatures are raised to this
 MAX_N = 16_384  # answers to one prompt, as in vLLM (VLLM_MAX_N_SEQUENCES)
@@ -262,15 +264,15 @@ _FINISH_REASONS = {
 class Request:
     """One generation inside the engine core. Each field names its only writer.
 
-    Between steps a decoding request has `num_computed_tokens == num_tokens - 1`: the newest sampled token has
-    no KV yet. Mirrors `vllm/v1/request.py: Request`.
+    When no step is in flight, a decoding request has `num_computed_tokens == num_tokens - 1`: the newest sampled
+    token has no KV yet. Mirrors `vllm/v1/request.py: Request`.
     """
 
     # the front end, once
     id: str
     params: SamplingParams
     num_prompt_tokens: int
-    max_tokens: int
+    max_tokens: int  # no more than the model's length has room for
     arrival_s: float = 0.0
     priority: int = 0
     eos_token_id: int | None = None
@@ -283,6 +285,7 @@ class Request:
     # the scheduler
     status: Status = Status.WAITING
     num_computed_tokens: int = 0  # KV is written, or is being written by a step already scheduled
+    num_placeholders: int = 0  # tokens that steps already scheduled will sample; the runner has them first
     num_preemptions: int = 0
     num_hit_tokens: int = 0  # prompt tokens found in the cache at first admission
     # the KV cache manager
@@ -297,7 +300,7 @@ class Request:
             id=r.id,
             params=r.params,
             num_prompt_tokens=len(r.prompt_token_ids),
-            max_tokens=room if r.params.max_tokens is None else r.params.max_tokens,
+            max_tokens=room if r.params.max_tokens is None else min(r.params.max_tokens, room),
             arrival_s=r.arrival_s,
             priority=r.priority,
             eos_token_id=r.eos_token_id,
@@ -318,6 +321,15 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens that are known, or on their way, and that no scheduled step computes yet. 0 once the last token is on
+        its way: it is never computed."""
+        num_tokens = len(self.token_ids) + self.num_placeholders
+        if self.num_placeholders and num_tokens >= self.num_prompt_tokens + self.max_tokens:
+            return 0
+        return num_tokens - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -386,12 +398,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: list[int]
 
 
+class StepCost(msgspec.Struct, frozen=True, array_like=True):
+    """What a runner says of how it ran a step."""
+
+    host_s: float = 0.0  # on the host, before the device was on its own; on a CPU: before the work began
+    graph: str = ""  # the one that was replayed: what it covers, and its size in tokens
+    num_padding_tokens: int = 0
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced: ids of the rows that sampled, and log-probabilities where they were asked for."""
 
     token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # whole, with the request's first token
+    cost: StepCost = StepCost()
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,6 +425,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     device: str
     dtype: str
+    execution: Execution = msgspec.field(default_factory=Execution)
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -7,21 +7,26 @@ before still runs: what it sampled stays on the device. Imports torch inside fun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from nanoserve.input_batch import HostInputs, InputBatch
+from nanoserve.compilation import CompileMode
+from nanoserve.execution import Execution
+from nanoserve.input_batch import HostInputs, InputBatch, padding_inputs
 from nanoserve.kv_cache import KVCache
-from nanoserve.platforms import resolve_platform
+from nanoserve.platforms import resolve_attention, resolve_platform
 from nanoserve.prompt_scores import PromptScores
-from nanoserve.request import StepPlan, StepResult, TokenLogprobs
+from nanoserve.request import StepCost, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanoserve.attention import AttentionBackend, AttentionBatch
     from nanoserve.config import EngineConfig
-    from nanoserve.model import Decoder
+    from nanoserve.graphs import GraphKey
+    from nanoserve.model import Attend, Decoder
     from nanoserve.sampler import Sampled
 
 
@@ -44,6 +49,8 @@ class Runner(Protocol):
     dtype: str  # of weights and KV cache
     model_len: int  # longest sequence of the model, in tokens
     vocab_size: int
+    execution: Execution  # how it executes; complete after `allocate`
+    captures_graphs: ClassVar[bool]  # whether graph_mode and graph_sizes mean anything to it
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model. ValueError: no such model, device or dtype."""
@@ -76,11 +83,13 @@ class LaunchedStep:
         batch: InputBatch,
         inputs: HostInputs | None,
         prompt_scores: dict[str, list[TokenLogprobs | None]],
+        cost: StepCost,
     ) -> None:
         self._work = work
         self._batch = batch
         self._inputs = inputs
         self._prompt_scores = prompt_scores
+        self._cost = cost
         self._result: StepResult | None = None
 
     def wait(self) -> StepResult:
@@ -91,37 +100,62 @@ class LaunchedStep:
     def _fetch(self) -> StepResult:
         sampled, inputs = self._work.result(), self._inputs
         if sampled is None or inputs is None:
-            return StepResult({})
+            return StepResult({}, cost=self._cost)
         token_ids = sampled.token_ids
         self._batch.fill(inputs, token_ids)
         return StepResult(
             {request_id: [token_id] for request_id, token_id in zip(inputs.sampling_ids, token_ids, strict=True)},
             {inputs.sampling_ids[row]: [logprobs] for row, logprobs in sampled.logprobs.items()},
             self._prompt_scores,
+            self._cost,
         )
+
+
+class StepAttention:
+    """What the layers of a forward pass call. One object for all steps, so that compiled code knows it again."""
+
+    def __init__(self, backend: AttentionBackend, cache: KVCache, batch: AttentionBatch | None = None) -> None:
+        self._backend = backend
+        self._cache = cache
+        self.batch = batch  # of the step that runs
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
+        """Everyone's keys and values are stored before anyone attends, so that a row may read blocks which another row
+        of the same step fills."""
+        assert self.batch is not None, "which step?"
+        self._backend.store(k_TKD, v_TKD, self._cache, layer, self.batch.slot_mapping_T)
+        return self._backend.attend(q_THD, self._cache, layer, self.batch)
 
 
 class EagerRunner:
     """v0: run the layers one by one. The device idles whenever the host is slower than it."""
 
+    captures_graphs: ClassVar[bool] = False
+
     def __init__(self, config: EngineConfig) -> None:
         import torch
 
+        from nanoserve.compilation import compile_model
         from nanoserve.weights import load_model
 
-        platform = resolve_platform(config.device)
+        self._platform = platform = resolve_platform(config.device)
+        self._device = platform.device
+        attention, why = resolve_attention(platform, config.attention)
+        mode = CompileMode(config.compile or platform.default_compile)
         self._model: Decoder | None = load_model(
             config.model,
             dtype=platform.default_dtype if config.dtype == "auto" else config.dtype,
-            device=platform.device,
+            device=self._device,
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._platform = platform
+        self._model.ops = (config.ops or platform.default_ops(is_compiled=mode is not CompileMode.NONE))()
+        compile_model(self._model, mode)
+        self._compile_mode = mode
         self._kv_cache_bytes = config.kv_cache_memory_bytes
-        self._attention = (config.attention or platform.default_attention)()
-        self._generator = torch.Generator(platform.device).manual_seed(config.seed)
-        self._cache: KVCache | None = None
+        self._backend = attention()
+        self._generator = torch.Generator(self._device).manual_seed(config.seed)
+        self._use_cache(None)
         self._batch: InputBatch | None = None
         self._scores = PromptScores()
         self._last: LaunchedStep | None = None
@@ -135,15 +169,55 @@ class EagerRunner:
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
         self.model_len = self.model_config.max_model_len
         self.vocab_size = self.model_config.vocab_size
+        self.execution = Execution(
+            attention=f"{attention.__name__} ({why})",
+            ops=type(self._model.ops).__name__,
+            batch=config.batch.__name__,
+            compile=str(mode),
+            num_threads=num_threads,
+            weight_bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()),
+        )
 
     def pool_blocks(self, block_size: int) -> int:
-        num_bytes = self._kv_cache_bytes or self._platform.kv_cache_bytes()
+        num_bytes = self._kv_cache_bytes or self._platform.kv_cache_bytes(self._reserved_bytes())
         return num_bytes // (block_size * self.model_config.kv_bytes_per_token(self.torch_dtype))
 
+    def _reserved_bytes(self) -> int:
+        """Of the memory that is free now: what must not go to the KV pool."""
+        return 0
+
     def allocate(self, config: EngineConfig) -> None:
-        device = self._platform.device
-        self._cache = KVCache.build(config, self.model_config, self.torch_dtype, device)
-        self._batch = config.batch(config, vocab_size=self.vocab_size, device=device)
+        cache = KVCache.build(config, self.model_config, self.torch_dtype, self._device)
+        self._use_cache(cache)
+        self._batch = config.batch(config, vocab_size=self.vocab_size, device=self._device)
+        self.execution.kv_cache_bytes = cache.num_bytes
+        self._compile_now(config)
+
+    def _use_cache(self, cache: KVCache | None) -> None:
+        self._cache = cache
+        if cache is not None:
+            self._attention = StepAttention(self._backend, cache)
+            self._attend = self._attention_of(self._attention)
+
+    def _attention_of(self, attend: StepAttention) -> Attend:
+        """As the model calls it: compiled code that is not cut at attention takes it for an operator."""
+        from nanoserve.compilation import AttentionOperator
+
+        return AttentionOperator(attend) if self._compile_mode is CompileMode.MODEL else attend
+
+    def _compile_now(self, config: EngineConfig) -> None:
+        """Before the first request rather than under it: steps of padding alone, for each kind of code there is."""
+        if self._compile_mode is CompileMode.NONE:
+            return
+        import torch
+
+        start_s = time.perf_counter()
+        with torch.inference_mode():
+            for num_tokens in (1, min(8, config.budget)):
+                step = padding_inputs(num_tokens).to(self._device)
+                self._attention.batch = step.attention
+                self.model(step.input_ids_T, step.positions_T, self._attend)
+        self.execution.compile_s = time.perf_counter() - start_s
 
     @property
     def cache(self) -> KVCache:
@@ -162,17 +236,27 @@ class EagerRunner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """The rows are changed and the inputs made here; the device's work may still be going on afterwards."""
-        batch = self.batch
+        start_s, batch = time.perf_counter(), self.batch
         if self._last is not None and batch.reads_output:
             self._last.wait()
         batch.apply(plan)
         self._scores.apply(plan)
         inputs = batch.build(plan)
+        key = self._dispatch(inputs) if inputs else None
         to_score = self._scores.find(inputs) if inputs else []
-        work = self._submit(self._run, plan.copies, inputs, to_score)
+        host_s = time.perf_counter() - start_s
+        work = self._submit(self._run, plan.copies, inputs, key, to_score)
+        if self._platform.launches:
+            host_s = time.perf_counter() - start_s
         ended = self._scores.take(inputs.sampling_ids) if inputs else {}
-        self._last = LaunchedStep(work, batch, inputs, {i: prompt.scores for i, prompt in ended.items()})
+        num_padding = key.size - inputs.num_tokens if inputs and key else 0
+        cost = StepCost(host_s, str(key or ""), num_padding)
+        self._last = LaunchedStep(work, batch, inputs, {i: prompt.scores for i, prompt in ended.items()}, cost)
         return self._last
+
+    def _dispatch(self, inputs: HostInputs) -> GraphKey | None:
+        """The graph that a step replays, if any."""
+        return None
 
     def _submit(self, run: Callable[..., Sampled | None], *args: Any) -> Future[Sampled | None]:
         if self._queue is not None:
@@ -182,7 +266,11 @@ class EagerRunner:
         return done
 
     def _run(
-        self, copies: Sequence[tuple[int, int]], inputs: HostInputs | None, to_score: Sequence[Any]
+        self,
+        copies: Sequence[tuple[int, int]],
+        inputs: HostInputs | None,
+        key: GraphKey | None,
+        to_score: Sequence[Any],
     ) -> Sampled | None:
         """The device's part of a step; parts of several steps run one after the other."""
         import torch
@@ -193,7 +281,7 @@ class EagerRunner:
             self.cache.copy(copies)
             if inputs is None:
                 return None
-            hidden_TE, sampling_index_S = self._forward(inputs)
+            hidden_TE, sampling_index_S = self._forward(inputs, key)
             self._scores.score(to_score, hidden_TE, self.model.logits)
             if inputs.sampling is None:
                 return None
@@ -203,18 +291,12 @@ class EagerRunner:
             sampled.start_fetch()
             return sampled
 
-    def _forward(self, inputs: HostInputs) -> tuple[Tensor, Tensor]:
-        """One pass for any mix of rows: hidden states [T, E], and which of them sample [S]. Everyone's keys and values
-        are stored before anyone attends, so that a row may read blocks which another row of the same step fills."""
-        step = inputs.to(self._platform.device)
+    def _forward(self, inputs: HostInputs, key: GraphKey | None) -> tuple[Tensor, Tensor]:
+        """One pass for any mix of rows: hidden states [T, E], and which of them sample [S]."""
+        step = inputs.to(self._device)
         step.take_in_flight(self._sampled_ids_S)
-        backend, cache = self._attention, self.cache
-
-        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            backend.store(k_TKD, v_TKD, cache, layer, step.attention.slot_mapping_T)
-            return backend.attend(q_THD, cache, layer, step.attention)
-
-        return self.model(step.input_ids_T, step.positions_T, attend), step.sampling_index_S
+        self._attention.batch = step.attention
+        return self.model(step.input_ids_T, step.positions_T, self._attend), step.sampling_index_S
 
     def close(self) -> None:
         if self._queue is not None:

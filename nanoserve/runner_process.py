@@ -2,24 +2,28 @@
 
 The layout of the popular description of vLLM v1, and of its tensor-parallel workers; a single-GPU runner really
 shares the engine core's process. Knows nothing of what a runner does. New requests travel whole, running ones as
-differences, because a `StepPlan` is written that way. Laws: tests/test_layouts.py, tests/test_faults.py.
+differences, because a `StepPlan` is written that way. Laws: tests/test_layouts.py, tests/test_faults.py,
+tests/test_one_step_ahead.py.
 """
 
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from nanoserve.execution import Execution
 from nanoserve.process import ChildDiedError, ChildProcess, Link
 from nanoserve.request import StepPlan, StepResult
-from nanoserve.ring import PeerGoneError, RingChannel
+from nanoserve.ring import DEFAULT_CAPACITY, PeerGoneError, RingChannel
 
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
 
 RESULT, FAILED = b"R", b"E"
+ROOM = DEFAULT_CAPACITY - 4096  # bytes of plans in flight that a ring holds for certain, lengths included
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -27,8 +31,25 @@ class RunnerError(RuntimeError):
     """The runner failed in a step, died, or did not answer in time."""
 
 
+class RemoteStep:
+    """The handle of a plan that was sent. Results come in the order of the plans."""
+
+    def __init__(self, runner: RunnerProcess, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.result: StepResult | None = None
+        self._runner = runner
+
+    def wait(self) -> StepResult:
+        """RunnerError when a step up to this one failed, or the child died, or did not answer in time."""
+        while self.result is None:
+            self._runner.receive()
+        return self.result
+
+
 class RunnerProcess:
     """Speaks `Runner` on this side. Raises what the child raised while it starts; RunnerError afterwards."""
+
+    captures_graphs: ClassVar[bool] = False  # that is a question for the class that the child builds
 
     def __init__(self, config: EngineConfig) -> None:
         self._timeout_s = config.execute_timeout_s
@@ -36,6 +57,8 @@ class RunnerProcess:
         self._channel, fds = RingChannel.create()
         self._child = ChildProcess("runner", runner_main, pass_fds=fds)
         self._decoder = msgspec.msgpack.Decoder(StepResult)
+        self._in_flight: deque[RemoteStep] = deque()
+        self.execution = Execution()
         try:
             self._child.link.send(config)
             self.model_len, self.vocab_size, self.device, self.dtype = self._answer()
@@ -50,22 +73,29 @@ class RunnerProcess:
         return value
 
     def pool_blocks(self, block_size: int) -> int:
-        self._child.link.send(("pool_blocks", block_size))
+        self._child.link.send(block_size)
         return self._answer()
 
     def allocate(self, config: EngineConfig) -> None:
-        self._child.link.send(("allocate", config))
-        self._answer()
+        self._child.link.send(config)
+        self.execution = self._answer()
 
-    def launch(self, plan: StepPlan) -> RunnerProcess:
-        """One step at a time: the handle is this object."""
+    def launch(self, plan: StepPlan) -> RemoteStep:
+        message = _encode(msgspec.structs.replace(plan, left_out={}))
+        # A child that waits until its result is read reads no plan: what the ring cannot hold waits for the results.
+        while self._in_flight and sum(step.num_bytes for step in self._in_flight) + len(message) > ROOM:
+            self.receive()
+        step = RemoteStep(self, len(message))
         try:
-            self._channel.send(_encode(msgspec.structs.replace(plan, left_out={})))
+            self._channel.send(message)
         except PeerGoneError:
             raise self._gone() from None
-        return self
+        self._in_flight.append(step)
+        return step
 
-    def wait(self) -> StepResult:
+    def receive(self) -> None:
+        """Wait for the oldest result that is missing, and give it to its handle."""
+        assert self._in_flight, "no plan is in flight"
         try:
             message = self._channel.recv(self._timeout_s)
         except PeerGoneError:
@@ -74,7 +104,7 @@ class RunnerProcess:
             raise RunnerError(f"the runner did not answer within execute_timeout_s={self._timeout_s:g}") from None
         if message[:1] == FAILED:
             raise RunnerError(f"the runner failed in a step:\n{message[1:].decode()}")
-        return self._decoder.decode(message[1:])
+        self._in_flight.popleft().result = self._decoder.decode(message[1:])
 
     def _gone(self) -> RunnerError:
         self._child.stop()
@@ -92,11 +122,9 @@ def runner_main(link: Link, memory_fd: int, wake_fd: int) -> int:
     try:
         runner = config.runner(config)
         link.send((True, (runner.model_len, runner.vocab_size, runner.device, runner.dtype)))
-        while True:
-            call, argument = link.recv()
-            link.send((True, getattr(runner, call)(argument)))
-            if call == "allocate":
-                break
+        link.send((True, runner.pool_blocks(link.recv())))
+        runner.allocate(link.recv())
+        link.send((True, runner.execution))
     except EOFError:
         return 1
     except Exception as error:

@@ -1,15 +1,16 @@
 """What a batch of rows asks of the sampler, as tensors: built here, only read by `sampler.py`.
 
 A row is its parameters and its token ids: nothing here knows requests, blocks or steps. `SamplingInputs.build`
-starts from nothing; a runner that keeps the inputs may patch what a step changed instead. A field is None when
-no row uses the feature, so that a batch of plain greedy rows costs one look at the parameters of each.
+starts from nothing, as v0 did; sampling_columns.py keeps what it can from step to step. A field is None when no row
+uses the feature, so that a batch of plain greedy rows costs one look at the parameters of each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ FLOAT32 = torch.finfo(torch.float32)
 # SplitMix64 (Steele, Lea, Flood 2014): the step between two states, and the two factors of the mixing function.
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK64 = 2**64 - 1
+Integers64 = TypeVar("Integers64", int, np.ndarray)  # Python's, or an array of uint64
 
 
 @dataclass(slots=True)
@@ -30,7 +32,7 @@ class SamplingRow:
 
     params: SamplingParams
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] | np.ndarray
     eos_token_id: int | None = None
 
 
@@ -108,10 +110,7 @@ class SamplingInputs:
         front end refuses them.
         """
         inputs = cls(len(rows), vocab_size)
-        plain, truncated, penalised, allowed = [], [], [], []
-        blocked: list[tuple[int, int, float]] = []
-        bias: list[tuple[int, int, float]] = []
-        wanted: dict[int, int] = {}
+        plain, truncated, penalised, extras = [], [], [], []
         for index, row in enumerate(rows):
             params = row.params
             if not params.is_greedy:
@@ -119,20 +118,8 @@ class SamplingInputs:
                 (truncated if cut else plain).append(index)
             if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
                 penalised.append(index)
-            if params.allowed_token_ids is not None:
-                allowed.append(index)
-            if params.bad_words_token_ids or params.min_tokens:
-                blocked += [(index, token_id, -INF) for token_id in _blocked_ids(row) if token_id < vocab_size]
-            if params.logit_bias:
-                bias += [(index, token_id, value) for token_id, value in params.logit_bias.items()]
-            if params.logprobs is not None:
-                wanted[index] = num_wanted(params.logprobs, vocab_size)
-        if allowed:
-            inputs.allowed = _build_allowed(rows, allowed, vocab_size, device)
-        if blocked:
-            inputs.blocked = _build_entries(blocked, vocab_size, device)
-        if bias:
-            inputs.bias = _build_entries(bias, vocab_size, device)
+            if has_extras(params):
+                extras.append((index, row))
         if penalised:
             inputs.penalties = _build_penalties(rows, penalised, vocab_size, device)
         if plain:
@@ -140,10 +127,34 @@ class SamplingInputs:
         if truncated:
             inputs.truncated = _build_draws(rows, truncated, device)
             _add_truncation(inputs.truncated, rows, truncated, vocab_size, device)
+        inputs.add_extras(extras, device)
+        return inputs
+
+    def add_extras(self, rows: Iterable[tuple[int, SamplingRow]], device: torch.device | str) -> None:
+        """What few rows use, of those rows, each with its index: masks, bias and log-probabilities."""
+        allowed: dict[int, list[int]] = {}
+        blocked: list[tuple[int, int, float]] = []
+        bias: list[tuple[int, int, float]] = []
+        wanted: dict[int, int] = {}
+        for index, row in rows:
+            params = row.params
+            if params.allowed_token_ids is not None:
+                allowed[index] = params.allowed_token_ids
+            if params.bad_words_token_ids or params.min_tokens:
+                blocked += [(index, token_id, -INF) for token_id in _blocked_ids(row) if token_id < self.vocab_size]
+            if params.logit_bias:
+                bias += [(index, token_id, value) for token_id, value in params.logit_bias.items()]
+            if params.logprobs is not None:
+                wanted[index] = num_wanted(params.logprobs, self.vocab_size)
+        if allowed:
+            self.allowed = _build_allowed(allowed, self.vocab_size, device)
+        if blocked:
+            self.blocked = _build_entries(blocked, self.vocab_size, device)
+        if bias:
+            self.bias = _build_entries(bias, self.vocab_size, device)
         if wanted:
             rows_L = torch.tensor(list(wanted), device=device)
-            inputs.logprobs = LogprobRows(list(wanted), list(wanted.values()), rows_L)
-        return inputs
+            self.logprobs = LogprobRows(list(wanted), list(wanted.values()), rows_L)
 
     @property
     def changes_logits(self) -> bool:
@@ -151,12 +162,18 @@ class SamplingInputs:
         return not (self.allowed is self.blocked is self.bias is self.penalties is None)
 
 
+def has_extras(params: SamplingParams) -> bool:
+    """Whether `SamplingInputs.add_extras` finds anything in a row with these parameters."""
+    masked = params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens
+    return bool(masked or params.logit_bias or params.logprobs is not None)
+
+
 def draw_key(seed: int, index: int) -> int:
     """The key (64 bits with sign) of a seeded row's output token number `index`."""
-    return signed64(_mix64(_mix64(seed & _MASK64) + index * GAMMA))
+    return signed64(mix64(mix64(seed & _MASK64) + index * GAMMA))
 
 
-def _mix64(x: int) -> int:
+def mix64(x: Integers64) -> Integers64:
     x = (x + GAMMA) & _MASK64
     x = ((x ^ (x >> 30)) * MIX_1) & _MASK64
     x = ((x ^ (x >> 27)) * MIX_2) & _MASK64
@@ -171,7 +188,7 @@ def num_wanted(k: int, vocab_size: int) -> int:
     return vocab_size if k == -1 else min(k, vocab_size)
 
 
-def count_ids(sequences: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str) -> Tensor:
+def count_ids(sequences: Sequence[Sequence[int] | np.ndarray], vocab_size: int, device: torch.device | str) -> Tensor:
     """How often each id stands in each of N sequences: int32 [N, V]."""
     places = [np.asarray(ids, dtype=np.int64) + i * vocab_size for i, ids in enumerate(sequences)]
     flat = torch.from_numpy(np.concatenate(places)).to(device)
@@ -199,13 +216,11 @@ def _build_entries(entries: Sequence[tuple[int, int, float]], vocab_size: int, d
     return Entries(places_2M[0], places_2M[1], torch.tensor(values, dtype=torch.float32, device=device))
 
 
-def _build_allowed(
-    rows: Sequence[SamplingRow], picked: list[int], vocab_size: int, device: torch.device | str
-) -> AllowedIds:
-    named = [rows[index].params.allowed_token_ids or [] for index in picked]
+def _build_allowed(allowed: dict[int, list[int]], vocab_size: int, device: torch.device | str) -> AllowedIds:
+    named = list(allowed.values())
     largest = max(map(max, named))
     assert largest < vocab_size, f"allowed id {largest} in a vocabulary of {vocab_size}"
-    return AllowedIds(torch.tensor(picked, device=device), count_ids(named, vocab_size, device) == 0)
+    return AllowedIds(torch.tensor(list(allowed), device=device), count_ids(named, vocab_size, device) == 0)
 
 
 def _build_penalties(
@@ -215,7 +230,7 @@ def _build_penalties(
     outputs = [rows[index].output_token_ids for index in picked]
     params = [rows[index].params for index in picked]
     counts_NV = count_ids(outputs, vocab_size, device)
-    repetition = [min(max(p.repetition_penalty, FLOAT32.tiny), FLOAT32.max) for p in params]
+    repetition = [clamped(p.repetition_penalty) for p in params]
     return Penalties(
         rows_N=torch.tensor(picked, device=device),
         repetition_N1=_column(repetition, device),
@@ -224,6 +239,11 @@ def _build_penalties(
         seen_NV=(count_ids(prompts, vocab_size, device) > 0) | (counts_NV > 0),
         counts_NV=counts_NV,
     )
+
+
+def clamped(repetition_penalty: float) -> float:
+    """Neither 0 nor infinite as a float32."""
+    return min(max(repetition_penalty, FLOAT32.tiny), FLOAT32.max)
 
 
 def _build_draws(rows: Sequence[SamplingRow], picked: list[int], device: torch.device | str) -> Draws:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from nanoserve.block_pool import PrefixHit, cdiv
 from nanoserve.request import EngineOutput, NewRequest, Reason, Request, Status, StepPlan
@@ -37,7 +37,8 @@ class Scheduler(Protocol):
         ...
 
     def update(self, plan: StepPlan, sampled: Mapping[str, list[int]]) -> list[EngineOutput]:
-        """Take what the step sampled; returns news of the requests that have any."""
+        """Take what the step sampled; returns news of the requests that have any. Plans come back once each, in order;
+        the next one may have been decided meanwhile."""
         ...
 
 
@@ -129,6 +130,15 @@ class Draft:
         self.new_blocks.pop(request.id, None)
 
 
+class Share(NamedTuple):
+    """One request's part in a scheduled step: what `update` must know of it, whatever was decided in between."""
+
+    request: Request  # not its id, which another one may bear by then
+    num_computed_tokens: int  # when the step is done
+    samples: bool  # it has caught up by then: one token
+    num_preemptions: int  # while this has not grown, its blocks are the ones that the step wrote to
+
+
 class BaseScheduler:
     """Everything but the policy: queues, room for one more request, preemption, results, ends."""
 
@@ -153,6 +163,7 @@ class BaseScheduler:
         self._step = 0
         self._finished: list[str] = []  # since the last plan
         self._ended: list[EngineOutput] = []  # ended inside schedule()
+        self._in_flight: dict[int, tuple[list[Share], list[EngineOutput]]] = {}  # by step; with what it ended
 
     @classmethod
     def check_config(cls, config: EngineConfig) -> None:
@@ -179,6 +190,14 @@ class BaseScheduler:
     def has_work(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def can_schedule(self) -> bool:
+        """Whether anyone has tokens to compute, before it is known what the steps in flight sample."""
+        return any(
+            request.num_behind > 0 and (request.status is Status.RUNNING or not request.num_placeholders)
+            for request in self.requests.values()
+        )
+
     def add(self, request: Request) -> None:
         if request.id in self.requests:
             raise ValueError(f"request id {request.id!r} is in use; ids of live requests must differ.")
@@ -197,20 +216,22 @@ class BaseScheduler:
         raise NotImplementedError(f"{type(self).__name__} is not a policy: schedule() is what a policy writes.")
 
     def update(self, plan: StepPlan, sampled: Mapping[str, list[int]]) -> list[EngineOutput]:
-        outputs, self._ended = self._ended, []
-        for request_id in plan.num_scheduled_tokens:
-            request = self.requests.get(request_id)
-            if request is None:
-                continue  # aborted while its step ran
-            self.blocks.commit(request)
-            tokens = sampled.get(request_id)
-            if tokens:  # else it is still catching up: no news
+        """By the shares of this plan: its requests may have got more tokens since, or lost all they had."""
+        shares, outputs = self._in_flight.pop(plan.step)
+        for request, num_computed_tokens, samples, num_preemptions in shares:
+            request.num_placeholders -= samples
+            if request.is_finished:
+                continue  # aborted meanwhile, or stopped by the token before this one
+            if request.num_preemptions == num_preemptions:
+                self.blocks.commit(request, num_computed_tokens)
+            if samples and (tokens := sampled.get(request.id)):
                 outputs.append(self._accept(request, tokens))
         return outputs
 
     def reset_prefix_cache(self, force: bool = False) -> bool:
         """Empty the prefix cache. While requests run it is refused (False), or they are preempted first (`force`);
-        they go back to waiting in their old order. Call between steps only."""
+        they go back to waiting in their old order. A step may be in flight: it writes to blocks that are free then,
+        and whoever gets them writes in a later step."""
         if force:
             draft = Draft(0)
             while self.running:
@@ -222,6 +243,9 @@ class BaseScheduler:
 
     def _admit(self, request: Request, num_tokens: int, hit: PrefixHit, draft: Draft, watermark_blocks: int) -> bool:
         """Give the head of `waiting` its blocks and tokens, or set `draft.stopped_by` and change nothing."""
+        if request.num_placeholders:  # preempted while its step runs: it comes back whole, its next token included
+            draft.stopped_by = Reason("nothing_to_compute")
+            return False
         reserve = min(request.num_tokens, self.max_model_len) if self.reserve_full_prompt else 0
         blocks = self.blocks.allocate(
             request, num_tokens, hit, reserve_tokens=reserve, watermark_blocks=watermark_blocks
@@ -266,9 +290,10 @@ class BaseScheduler:
         return True
 
     def _decode_everyone(self, draft: Draft) -> None:
-        """One token for every running request, oldest first."""
+        """One token for every running request that has one to compute, oldest first."""
         for request in list(self.running):
-            if request.status is Status.RUNNING and draft.budget > 0:  # not running: a victim of one before it
+            is_victim = request.status is not Status.RUNNING  # of one before it
+            if request.num_behind and not is_victim and draft.budget > 0:
                 self._grow(request, 1, draft)
 
     def _preempt(self, victim: Request, draft: Draft) -> None:
@@ -296,11 +321,11 @@ class BaseScheduler:
         self._end(request)
 
     def _seal(self, draft: Draft) -> StepPlan:
-        """Count the step as computed and say why each of the others got nothing."""
-        for request_id, num_tokens in draft.tokens.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
+        """Count the step as computed, and as sampled, and say why each of the others got nothing."""
+        shares = [self._count(self.requests[request_id], n) for request_id, n in draft.tokens.items()]
         finished, self._finished = self._finished, []
         self._step += 1
+        self._in_flight[self._step], self._ended = (shares, self._ended), []
         self._explain(draft)
         return StepPlan(
             self._step,
@@ -314,11 +339,20 @@ class BaseScheduler:
             draft.left_out,
         )
 
+    def _count(self, request: Request, num_tokens: int) -> Share:
+        """A token that the step will sample is counted from now on; its id is the runner's to know first."""
+        request.num_computed_tokens += num_tokens
+        samples = request.num_behind == 0
+        request.num_placeholders += samples
+        return Share(request, request.num_computed_tokens, samples, request.num_preemptions)
+
     def _explain(self, draft: Draft) -> None:
         preemption = Reason("preemption_this_step")
         out_of_budget = preemption if draft.preempted and draft.budget > 0 else Reason("budget")
         for request in self.running:
             if request.id not in draft.tokens:
+                if not request.num_behind:
+                    draft.left_out[request.id] = Reason("nothing_to_compute")
                 draft.left_out.setdefault(request.id, out_of_budget)
         full = Reason("seq_cap" if len(self.running) >= self.max_num_seqs else "budget")
         for request in self.swapped:
@@ -462,6 +496,9 @@ class PhaseSplitScheduler(BaseScheduler):
         """Bring swapped requests back, oldest first; they decode in this same step."""
         while self.swapped and draft.budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.swapped[0]
+            if request.num_placeholders:  # as in `_admit`
+                draft.left_out[request.id] = Reason("nothing_to_compute")
+                return
             if not self.blocks.fits(request.num_tokens):
                 self._ignore(request)
                 continue
@@ -503,8 +540,8 @@ class ChunkedNoMixScheduler(BaseScheduler):
 
     def _prefill(self, draft: Draft) -> None:
         for request in list(self.running):
-            n = min(request.num_tokens - request.num_computed_tokens, draft.budget)
-            is_decode = request.num_tokens - request.num_computed_tokens == 1 and request.num_output_tokens > 0
+            n = min(request.num_behind, draft.budget)
+            is_decode = request.num_behind == 1 and request.num_output_tokens + request.num_placeholders > 0
             if is_decode or n == 0 or request.status is not Status.RUNNING:
                 continue
             self._grow(request, n, draft)
@@ -533,12 +570,11 @@ class UnifiedScheduler(BaseScheduler):
         index = 0
         while index < len(self.running) and draft.budget > 0:
             request = self.running[index]
-            n = request.num_tokens - request.num_computed_tokens
+            n = request.num_behind
             if 0 < threshold < n:
                 n = threshold
-            n = min(n, draft.budget, self.max_model_len - 1 - request.num_computed_tokens)
+            n = min(n, draft.budget)
             if n == 0:
-                draft.left_out[request.id] = Reason("nothing_to_compute")
                 index += 1
                 continue
             num_victims = len(draft.preempted)

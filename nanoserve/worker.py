@@ -42,7 +42,7 @@ class CoreStart(msgspec.Struct, frozen=True):
 
 def core_main(link: Link) -> int:
     """The child: builds the core, says that it is ready or why not, serves until it is told to end."""
-    logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     start: CoreStart = link.recv()
     try:
         core = EngineCore.build(start.config, start.observer, start.make_runner)

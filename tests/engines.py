@@ -13,9 +13,9 @@ from nanoserve.blocks import PrivateBlocks, V0CachedBlocks
 from nanoserve.config import EngineConfig
 from nanoserve.core import EngineCore
 from nanoserve.invariants import check_blocks, check_plan, check_queues
-from nanoserve.lab.fakes import DigestRunner
+from nanoserve.lab.fakes import DigestRunner, DigestStep
 from nanoserve.record import Observer
-from nanoserve.request import EngineOutput, EngineRequest, Request, SamplingParams, StepPlan
+from nanoserve.request import EngineOutput, EngineRequest, Request, SamplingParams, StepPlan, StepResult
 from nanoserve.scheduler import BaseScheduler, UnifiedScheduler
 
 EOS = 2
@@ -76,7 +76,7 @@ class Bench:
             request_id
             for request_id in plan.num_scheduled_tokens
             if (request := self.scheduler.requests.get(request_id))
-            and request.num_computed_tokens == request.num_tokens
+            and request.num_computed_tokens >= request.num_tokens
         ]
         return self.take(self.scheduler.update(plan, {i: (sampled or {}).get(i, [TOKEN]) for i in caught_up}))
 
@@ -138,16 +138,19 @@ class WatchedRunner(DigestRunner):
         self.in_flight: Callable[[], None] = lambda: None
         self.no_same_step_sharing = issubclass(config.blocks, V0CachedBlocks)
 
-    def launch(self, plan: StepPlan) -> DigestRunner:
+    def launch(self, plan: StepPlan) -> DigestStep:
         self.plans.append(plan)
+        handle = super().launch(plan)
+        self.in_flight()
+        return handle
+
+    def execute(self, plan: StepPlan) -> StepResult:
         if self.no_same_step_sharing:
             for new in plan.new:
                 hit = [new.block_ids[i // self.block_size] for i in range(new.num_computed_tokens)]
                 slots = [b * self.block_size + i % self.block_size for i, b in enumerate(hit)]
                 assert all(slot in self.cells for slot in slots), f"{new.id} hits blocks of its own step"
-        handle = super().launch(plan)
-        self.in_flight()
-        return handle
+        return super().execute(plan)
 
 
 def make_core(

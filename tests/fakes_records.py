@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from nanoserve.config import EngineConfig
 from nanoserve.core import EngineCore
+from nanoserve.execution import Execution
 from nanoserve.record import ListRecorder, StepRecord
 from nanoserve.request import EngineOutput, EngineRequest, SamplingParams, StepPlan, StepResult
 
@@ -38,6 +39,8 @@ class FakeResult:
 class FakeRunner:
     """Samples a digest of all tokens known so far: whoever computes the wrong ones emits others."""
 
+    captures_graphs = False
+    execution = Execution(attention="none")
     model_len = 4096
     device = "cpu"
     dtype = "float32"

@@ -38,7 +38,7 @@ def compute(blocks, r: Request, num_tokens: int | None = None) -> list[int] | No
     if new is not None:
         r.status = Status.RUNNING
         r.num_computed_tokens += hit.num_tokens + n
-        blocks.commit(r)
+        blocks.commit(r, r.num_computed_tokens)
     return new
 
 
@@ -299,7 +299,7 @@ def test_requests_of_one_step_share_blocks():
     assert v0.allocate(a, 49) is not None
     assert v0.lookup(b) == NO_HIT
     a.num_computed_tokens = 49
-    v0.commit(a)
+    v0.commit(a, 49)
     assert v0.lookup(b).num_tokens == 48
 
 
@@ -341,8 +341,8 @@ def test_v0_replaces_a_block_that_turns_out_equal():
     assert blocks.allocate(a, 49) == [1, 2, 3, 4]
     assert blocks.allocate(b, 49) == [5, 6, 7, 8]
     a.num_computed_tokens = b.num_computed_tokens = 49
-    blocks.commit(a)
-    blocks.commit(b)
+    blocks.commit(a, 49)
+    blocks.commit(b, 49)
     assert blocks.take_replaced() == {"b": [(0, 1), (1, 2), (2, 3)]}
     assert blocks.take_replaced() == {}
     assert b.block_ids == [1, 2, 3, 8]

@@ -293,8 +293,8 @@ def test_log_probabilities_of_a_step_reach_its_outputs():
     entry = TokenLogprobs([1], [-0.5], [1])
 
     class WithLogprobs(WatchedRunner):
-        def wait(self) -> StepResult:
-            result = super().wait()
+        def execute(self, plan) -> StepResult:
+            result = super().execute(plan)
             return msgspec.structs.replace(result, logprobs={i: [entry] for i in result.token_ids})
 
     core = make_core(runner=WithLogprobs)

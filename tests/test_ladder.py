@@ -1,7 +1,9 @@
 """Laws of `nanoserve ladder`: one file that says it all, one verdict on the tokens, every stage treated alike."""
 
+import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 import pytest
 from fakes_records import FakeRunner, WrongRunner
+from rich.console import Console
 
 import nanoserve.config
 from nanoserve.api.cli import main
@@ -19,11 +22,13 @@ from nanoserve.blocks import SharedBlocks
 from nanoserve.config import EngineConfig
 from nanoserve.lab import ladder
 from nanoserve.lab.charts import STAGE_LOOKS, Setting, look_of, step_timeline
+from nanoserve.lab.climb import Progress, run_once
 from nanoserve.lab.climb import climb as run_all
-from nanoserve.lab.climb import run_once
-from nanoserve.lab.ladder_report import LadderReport, Run, first_difference
+from nanoserve.lab.ladder_report import LadderReport, Row, Run, TableReport, first_difference, middle_round
+from nanoserve.lab.ladder_tables import load_table
 from nanoserve.lab.metrics import median_of
 from nanoserve.lab.workload import long_prompt_among_decodes, random_tokens, shared_system_prompt
+from nanoserve.record import StepRecord
 from nanoserve.scheduler import UnifiedScheduler
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -71,7 +76,7 @@ def test_a_climb_writes_its_file_and_its_charts_and_prints_a_table_a_load(
     use_stages(FAKES)
     assert climb(tmp_path) == 0
     report = read(tmp_path)
-    assert (report.version, report.clock, report.num_rounds) == (1, "wall", 3)
+    assert (report.version, report.clock, report.num_rounds) == (2, "wall", 3)
     assert list(report.stages) == list(FAKES)
     assert report.machine.cores >= 1
     assert len(report.charts) == 8
@@ -80,9 +85,11 @@ def test_a_climb_writes_its_file_and_its_charts_and_prints_a_table_a_load(
         assert data.startswith(PNG)
         assert len(data) > 10_000  # more than an empty frame
     shown = capsys.readouterr()
-    assert shown.err == ""  # no progress bar where there is no terminal
-    for text in ["Load long-prompt", "Load system-prompt", *FAKES, "ITL stream max (ms)", "TTFT long P50 (ms)"]:
+    for text in ["Load long-prompt: num_streams=3, ", "Load system-prompt", *FAKES, "ITL stream P50", "TTFT long P50"]:
         assert text in shown.out
+    assert shown.out.startswith("TTFT: from a request's arrival")
+    assert "below: lowest - highest" in shown.out
+    assert "busy-front-end: left out, no stage here moves the client." in shown.out
     assert shown.out.count("greedy tokens are identical in all 9 runs") == 2
     assert "v0 could chunk" in shown.out
     assert all(str(tmp_path / name) in shown.out for name in ["ladder.json", *report.charts])
@@ -105,6 +112,12 @@ def test_every_median_and_every_row_follows_from_the_rounds(use_stages, tmp_path
             base = row.values["v0"]
             for stage, value in row.values.items():
                 assert row.ratios[stage] == (value / base if base and value is not None else None)
+                low, high = row.lows[stage], row.highs[stage]
+                assert value is None or low <= value <= high
+        for stage, rounds in load.rounds.items():
+            seen = [one.output_tokens_per_s for one in rounds]
+            row = rows["output_tokens_per_s"]
+            assert (row.lows[stage], row.highs[stage]) == (min(seen), max(seen))
 
 
 def test_sharing_computes_the_prefix_once(use_stages, tmp_path: Path) -> None:
@@ -125,12 +138,59 @@ def test_json_on_standard_output_is_the_file(use_stages, tmp_path: Path, capsys:
     assert json.loads(shown)["stages"]["shared"]["config"]["blocks"] == "SharedBlocks"
 
 
+class Announced(Progress):
+    """Remembers the names of the runs."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def announce(self, what: str) -> None:
+        self.order.append(what)
+
+
 def test_rounds_are_interleaved() -> None:
-    order: list[str] = []
+    progress = Announced()
     load = shared_system_prompt(random_tokens(900), num_requests=2, prefix_len=32, tail_len=4, output_tokens=2)
-    runs, _ = run_all(FAKES, [load], 2, announce=order.append)
-    assert [name.split()[-1] for name in order] == ["v0", "chunked", "shared"] * 2
+    runs, _ = run_all(FAKES, [load], 2, progress)
+    assert [name.split()[-1] for name in progress.order] == ["v0", "chunked", "shared"] * 2
     assert [(run.stage, run.round) for run in runs[load.name]][2:4] == [("shared", 1), ("v0", 2)]
+
+
+def test_every_run_that_has_ended_is_a_line_where_there_is_no_terminal(
+    use_stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_stages(FAKES)
+    climb_undrawn(tmp_path, "--rounds=2", "--stages=v0,shared")
+    loads = ("long-prompt", "system-prompt")
+    expected = [f"{load}, round {n}, {stage}" for load in loads for n in (1, 2) for stage in ("v0", "shared")]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rsplit(": ", 1)[0] for line in lines] == expected
+    assert all(re.fullmatch(r"\d+\.\d s", line.rsplit(": ", 1)[1]) for line in lines)
+
+
+def table_of(figures: Mapping[str, Mapping[str, float]], headlines: list[str]) -> list[str]:
+    """The lines of a table whose rows are latencies of one round."""
+    rows = []
+    for key, by_stage in figures.items():
+        values = dict(by_stage)
+        label = f"ITL {key.rsplit('_', 1)[1]}"
+        rows.append(Row(key, label, "s", "lower", values, dict.fromkeys(values, 1.0), values, values))
+    load = TableReport(
+        name="a load", claim="", headlines=headlines, parameters={}, num_runs=dict.fromkeys(rows[0].values, 1),
+        rows=rows, first_difference=None,
+    )  # fmt: skip
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(load_table(load, "title"))
+    return [line for line in console.export_text().splitlines() if "ITL" in line]
+
+
+def test_rows_that_coincide_in_every_stage_are_one() -> None:
+    same = {"itl_p50": {"a": 0.01, "b": 0.02}, "itl_p99": {"a": 0.9, "b": 0.5}, "itl_max": {"a": 0.905, "b": 0.505}}
+    lines = table_of(same, headlines=["itl_max"])
+    assert [line.split("(ms)")[0].strip("│ ") for line in lines] == ["ITL p50", "ITL p99, max"]
+    assert "900.0" in lines[1]
+    apart = {**same, "itl_max": {"a": 0.905, "b": 0.9}}
+    assert len(table_of(apart, headlines=[])) == 3
 
 
 def test_a_new_stage_joins_by_being_in_stages(use_stages, tmp_path: Path) -> None:
@@ -227,9 +287,9 @@ def test_every_chart_says_where_and_when_and_has_units() -> None:
         random_tokens(900), num_streams=2, stream_tokens=24, num_long=1, long_prompt_len=300
     )
     runs, _ = run_all(FAKES, [load], 1)
-    charts = ladder._draw(load, runs[load.name], "cpu", seed=7)
+    charts = ladder._draw(load, runs[load.name], Setting("", "cpu", "wall", 7))
     for name, figure in charts.items():
-        assert figure.get_suptitle().endswith("load long-prompt, cpu, wall clock, seed 7"), name
+        assert figure.get_suptitle().endswith("load long-prompt, cpu, wall clock, seed 7, round 1 of 1"), name
         assert len(figure.get_supxlabel()) > 30, name
         assert (
             all(word in figure.axes[-1].get_xlabel() for word in ["(", ")"]) or "tokens" in figure.axes[-1].get_xlabel()
@@ -239,6 +299,18 @@ def test_every_chart_says_where_and_when_and_has_units() -> None:
     assert [label.get_text() for label in strip.get_yticklabels()] == list(FAKES)
     colours = {tuple(dots.get_facecolor()[0][:3]) for dots in strip.collections if len(dots.get_offsets()) > 10}
     assert len(colours) == len(FAKES)
+
+
+def test_every_chart_shows_the_round_of_median_length() -> None:
+    load = shared_system_prompt(random_tokens(900), num_requests=2, prefix_len=32, tail_len=4, output_tokens=2)
+    records, _ = run_once(FAKE, load)
+
+    def lasting(seconds: float) -> list[StepRecord]:
+        return [*records[:-1], msgspec.structs.replace(records[-1], end_s=records[0].start_s + seconds)]
+
+    lengths = {1: (5.0, 1.0), 2: (1.0, 1.0), 3: (1.0, 2.0)}
+    runs = [Run(stage, n, lasting(s)) for n, both in lengths.items() for stage, s in zip("ab", both, strict=True)]
+    assert middle_round(runs) == 3
 
 
 def test_the_timeline_has_a_panel_a_stage_and_a_lane_a_request() -> None:
@@ -256,8 +328,11 @@ def test_the_timeline_has_a_panel_a_stage_and_a_lane_a_request() -> None:
 
 def test_the_embedded_model_climbs_with_identical_tokens(tmp_path: Path) -> None:
     flags = ["--quick", "--out", str(tmp_path), "--streams=2", "--stream-tokens=24", "--long-prompt-len=700"]
+    flags += ["--front-end-streams=6", "--front-end-requests=1", "--front-end-tokens=6"]
     assert main(["ladder", *flags, "--no-charts", "--requests=4", "--prefix-len=128"]) == 0
     report = read(tmp_path)
     assert report.identical
+    assert report.front_end is not None
+    assert list(report.front_end.medians) == ["chunked", "multiprocess"]
     assert report.prompts == "stories in the model's own tokens"
     assert [load.name for load in report.loads] == ["long-prompt", "system-prompt"]

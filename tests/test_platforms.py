@@ -7,7 +7,19 @@ import torch
 
 from nanoserve import platforms
 from nanoserve.attention import TorchAttention
-from nanoserve.platforms import GIB, CpuPlatform, CudaPlatform, RocmPlatform, available_memory, resolve_platform
+from nanoserve.compilation import CompileMode
+from nanoserve.graphs import GraphMode, GraphSupport
+from nanoserve.ops import TorchOps
+from nanoserve.platforms import (
+    GIB,
+    CpuPlatform,
+    CudaPlatform,
+    RocmPlatform,
+    available_memory,
+    resolve_attention,
+    resolve_platform,
+)
+from nanoserve.triton_attention import TritonAttention
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, hip: str | None = None, cuda: str | None = None) -> None:
@@ -46,11 +58,42 @@ def test_every_absent_gpu_is_refused_with_what_is_there(monkeypatch):
 
 def test_every_platform_answers_the_same_questions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
-    for platform, device, dtype in ((CpuPlatform(), "cpu", "float32"), (CudaPlatform(), "cuda", "auto")):
+    for platform, device, dtype, attention, compile in (
+        (CpuPlatform(), "cpu", "float32", TorchAttention, CompileMode.NONE),
+        (CudaPlatform(), "cuda", "auto", TritonAttention, CompileMode.LAYERS),
+        (RocmPlatform(), "cuda", "auto", TritonAttention, CompileMode.LAYERS),
+    ):
         assert platform.device == torch.device(device)
         assert platform.default_dtype == dtype
-        assert platform.default_attention is TorchAttention
+        assert platform.default_attention is attention
+        assert platform.default_compile is compile
+        assert platform.default_graph_mode is GraphMode.FULL_AND_PIECEWISE
+        assert platform.default_ops(is_compiled=True) is TorchOps  # the compiler fuses by itself
+        assert platform.name in attention.platforms
+    assert CpuPlatform().graph_support(TorchAttention) is GraphSupport.ALWAYS  # nothing is recorded there
+    assert CudaPlatform().graph_support(TorchAttention) is GraphSupport.NEVER
+    assert CudaPlatform().graph_support(TritonAttention) is GraphSupport.ALWAYS
     assert CudaPlatform().kv_cache_bytes() == RocmPlatform().kv_cache_bytes() == 34 * GIB
+
+
+def test_every_choice_of_attention_says_why(monkeypatch):
+    cpu, gpu = CpuPlatform(), CudaPlatform()
+    assert resolve_attention(cpu, None) == (TorchAttention, "the default on cpu")
+    assert resolve_attention(gpu, TorchAttention) == (TorchAttention, "asked for")
+    assert resolve_attention(gpu, None) == (TritonAttention, "the default on cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="attention=TritonAttention runs on cuda and rocm, not on cpu; leave it out"):
+        resolve_attention(cpu, TritonAttention)
+    monkeypatch.setattr(platforms, "has_triton", lambda: False)
+    assert resolve_attention(gpu, None) == (TorchAttention, "triton is not installed")
+    with pytest.raises(ValueError, match="needs triton; pip install"):
+        resolve_attention(gpu, TritonAttention)
+
+
+def test_a_device_of_others_is_refused_by_name():
+    for device in ("tpu", "xpu", "cuda:1", ""):
+        with pytest.raises(ValueError, match=f"device='{device}' is not supported; use one of auto, cpu, cuda, rocm"):
+            resolve_platform(device)
 
 
 @pytest.mark.parametrize(("available", "pool"), [(64 * GIB, 2 * GIB), (4 * GIB, 2 * GIB), (3 * GIB, 3 * GIB // 2)])

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from nanoserve.attention import TorchAttention
 from nanoserve.config import EngineConfig
-from nanoserve.input_batch import RebuiltBatch, RequestRow
+from nanoserve.input_batch import InputBatch, RebuiltBatch, RequestRow
 from nanoserve.kv_cache import KVCache
+from nanoserve.persistent_batch import PersistentBatch
 from nanoserve.request import NewRequest, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from nanoserve.runner import EagerRunner
 
@@ -45,6 +46,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(MODEL))
     return str(folder)
+
+
+@pytest.fixture(scope="session", params=[RebuiltBatch, PersistentBatch])
+def form(request: pytest.FixtureRequest) -> type[InputBatch]:
+    """Of the batch: a runner does the same with either."""
+    return request.param
 
 
 def engine_config(model: str, **fields: object) -> EngineConfig:
@@ -192,8 +199,8 @@ def test_the_reference_is_worth_comparing_with(model_dir):
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 @pytest.mark.parametrize("chunks", [[37], [36, 1], [1] * 37, [16, 16, 5], [3, 30, 4], [20, 17]])
-def test_every_split_of_a_prompt_gives_the_text_of_one_pass(model_dir, chunks, block_size):
-    driver = Driver(build(model_dir, block_size=block_size))
+def test_every_split_of_a_prompt_gives_the_text_of_one_pass(model_dir, form, chunks, block_size):
+    driver = Driver(build(model_dir, batch=form, block_size=block_size))
     driver.add("a", prompt_of(37))
     for n in chunks:
         driver.step({"a": n})
@@ -205,9 +212,9 @@ def test_every_split_of_a_prompt_gives_the_text_of_one_pass(model_dir, chunks, b
 @given(
     data=st.data(), block_size=st.sampled_from([1, 3, 16]), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6)
 )
-def test_every_mix_of_requests_gives_each_the_text_it_has_alone(model_dir, data, block_size, lengths):
+def test_every_mix_of_requests_gives_each_the_text_it_has_alone(model_dir, form, data, block_size, lengths):
     """Any order, any chunks, preemption at any time: prefills, chunks and decodes meet in one step."""
-    driver = Driver(build(model_dir, block_size=block_size))
+    driver = Driver(build(model_dir, batch=form, block_size=block_size))
     names = [f"r{i}" for i in range(len(lengths))]
     for i, (name, length) in enumerate(zip(names, lengths, strict=True)):
         driver.add(name, prompt_of(length, i))
@@ -226,9 +233,9 @@ def test_every_mix_of_requests_gives_each_the_text_it_has_alone(model_dir, data,
         check_text(driver, name)
 
 
-def test_every_seeded_request_draws_the_same_tokens_in_any_company(model_dir):
+def test_every_seeded_request_draws_the_same_tokens_in_any_company(model_dir, form):
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=None)
-    alone, together = Driver(build(model_dir)), Driver(build(model_dir), seed=1)
+    alone, together = Driver(build(model_dir, batch=form)), Driver(build(model_dir, batch=form), seed=1)
     for driver in (alone, together):
         driver.add("a", prompt_of(12), params)
     alone.finish("a", 8)
@@ -255,15 +262,15 @@ def shared_blocks_in_one_step(driver: Driver) -> None:
     check_text(driver, "b")
 
 
-def test_every_row_sees_what_others_of_its_step_write(model_dir):
-    shared_blocks_in_one_step(Driver(build(model_dir, block_size=4)))
+def test_every_row_sees_what_others_of_its_step_write(model_dir, form):
+    shared_blocks_in_one_step(Driver(build(model_dir, batch=form, block_size=4)))
 
 
-def test_every_row_that_has_not_caught_up_samples_nothing(model_dir):
-    driver = Driver(build(model_dir))
+def test_every_row_that_has_not_caught_up_samples_nothing(model_dir, form):
+    driver = Driver(build(model_dir, batch=form))
     driver.add("a", prompt_of(10))
     driver.add("b", prompt_of(4))
-    assert driver.step({"a": 9}) == StepResult({})
+    assert driver.step({"a": 9}).token_ids == {}
     assert list(driver.step({"b": 4}).token_ids) == ["b"]
     assert list(driver.step({"a": 1, "b": 1}).token_ids) == ["a", "b"]
 
@@ -283,8 +290,8 @@ def resume_with_other_blocks(driver: Driver) -> None:
     check_text(driver, "b")
 
 
-def test_every_resume_after_preemption_continues_the_same_text(model_dir):
-    resume_with_other_blocks(Driver(build(model_dir, block_size=4)))
+def test_every_resume_after_preemption_continues_the_same_text(model_dir, form):
+    resume_with_other_blocks(Driver(build(model_dir, batch=form, block_size=4)))
 
 
 def swap_and_return(driver: Driver) -> None:
@@ -304,8 +311,8 @@ def swap_and_return(driver: Driver) -> None:
     check_text(driver, "b")
 
 
-def test_every_swapped_request_continues_the_same_text(model_dir):
-    swap_and_return(Driver(build(model_dir, block_size=4)))
+def test_every_swapped_request_continues_the_same_text(model_dir, form):
+    swap_and_return(Driver(build(model_dir, batch=form, block_size=4)))
 
 
 def replace_a_block(driver: Driver) -> None:
@@ -321,25 +328,25 @@ def replace_a_block(driver: Driver) -> None:
     check_text(driver, "a")
 
 
-def test_every_replaced_block_is_read_from_then_on(model_dir):
-    replace_a_block(Driver(build(model_dir, block_size=4)))
+def test_every_replaced_block_is_read_from_then_on(model_dir, form):
+    replace_a_block(Driver(build(model_dir, batch=form, block_size=4)))
 
 
-def test_every_plan_without_tokens_still_changes_the_rows(model_dir):
-    driver = Driver(build(model_dir))
+def test_every_plan_without_tokens_still_changes_the_rows(model_dir, form):
+    driver = Driver(build(model_dir, batch=form))
     for name in "abc":
         driver.add(name, prompt_of(4))
     driver.step({"a": 4, "b": 4, "c": 2})
-    assert driver.step({}) == StepResult({})
-    assert driver.step({}, finished=["a", "never came"], preempted=["b"]) == StepResult({})
+    assert driver.step({}).token_ids == {}
+    assert driver.step({}, finished=["a", "never came"], preempted=["b"]).token_ids == {}
     assert driver.runner.batch.request_ids == ["c"]
     driver.add("a", prompt_of(5))  # the id of one that ended may come again
     driver.finish("a", 2)
     check_text(driver, "a")
 
 
-def test_every_plan_that_breaks_the_contract_is_refused(model_dir):
-    driver = Driver(build(model_dir, block_size=4))
+def test_every_plan_that_breaks_the_contract_is_refused(model_dir, form):
+    driver = Driver(build(model_dir, batch=form, block_size=4))
     driver.add("a", prompt_of(6))
     driver.step({"a": 4})
     plan = partial(StepPlan, 9)

@@ -418,16 +418,25 @@ def test_a_resumed_request_recomputes_prompt_and_output_in_chunks():
     assert bench.tokens("c") == [TOKEN] * 3
 
 
-def test_a_request_scheduled_again_before_its_result_has_nothing_to_compute():
+def test_a_request_scheduled_again_before_its_result_computes_the_token_that_is_on_its_way():
     bench = Bench()
     bench.add("a", 10)
-    first = bench.scheduler.schedule()
-    second = bench.scheduler.schedule()
-    assert (scheduled(first), scheduled(second)) == ({"a": 10}, {})
-    assert reasons(second) == {"a": "nothing_to_compute"}
+    first, second = bench.scheduler.schedule(), bench.scheduler.schedule()
+    assert (scheduled(first), scheduled(second)) == ({"a": 10}, {"a": 1})
     bench.update(first)
     assert bench.tokens("a") == [TOKEN]
-    assert scheduled(bench.step()) == {"a": 1}
+    assert scheduled(bench.scheduler.schedule()) == {"a": 1}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_whose_last_token_is_on_its_way_has_nothing_to_compute(policy):
+    bench = Bench(policy)
+    bench.add("a", 10, max_tokens=1), bench.add("b", 10)
+    first, second = bench.scheduler.schedule(), bench.scheduler.schedule()
+    assert (scheduled(first), scheduled(second)) == ({"a": 10, "b": 10}, {"b": 1})
+    assert reasons(second) == {"a": "nothing_to_compute"}
+    bench.update(first)
+    assert bench.end("a") == ("length", None)
 
 
 # Priority
@@ -813,7 +822,7 @@ def test_a_count_that_advances_twice_is_seen():
 
     bench = Bench(Twice)
     bench.add("a", 10)
-    with pytest.raises(AssertionError, match="computed 20 of 10 tokens"):
+    with pytest.raises(AssertionError, match="computed 20 of 11 tokens"):
         bench.step()
 
 

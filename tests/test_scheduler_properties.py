@@ -1,8 +1,8 @@
 """Laws that hold for every schedule: random loads over every scheduler, block manager and setting.
 
 A load is run through the real core by every combination of scheduler and block manager, over the digest runner, whose
-tokens betray a wrong block. The core checks its invariants after every step; a `Ledger` reads the plans as a runner
-would, knowing neither queues nor blocks, and checks what they promise.
+tokens betray a wrong block, in step and one step ahead. The core checks its invariants after every step; a `Ledger`
+reads the plans as a runner would, knowing neither queues nor blocks, and checks what they promise.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from nanoserve.scheduler import BaseScheduler, ChunkedNoMixScheduler, Draft, Pha
 SCHEDULERS = list(SEAMS["scheduler"].values())
 MANAGERS = list(SEAMS["blocks"].values())
 EVERYTHING = list(product(SCHEDULERS, MANAGERS))
+MODES = {"in_step": False, "ahead": True}  # async_scheduling
+every_mode = pytest.mark.parametrize("ahead", MODES.values(), ids=MODES)
 REASONS = {"budget", "seq_cap", "blocks", "fcfs_behind", "watermark", "preemption_this_step", "paused"}
 
 reference = functools.lru_cache(100_000)(lambda prompt, n: reference_tokens(list(prompt), n))
@@ -143,7 +145,7 @@ def loads(draw: st.DrawFn, **forced: Any) -> Load:
 
 @dataclass
 class Row:
-    """What a runner knows of a request."""
+    """What a runner knows of a request. A token that it will have sampled when it is asked for more is known."""
 
     known: int
     computed: int
@@ -176,11 +178,21 @@ class Ledger:
         self._check_shape(plan, running, decodes)
         self._check_reasons(plan)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
-            self.rows[request_id].computed += num_tokens
+            row = self.rows[request_id]
+            row.computed += num_tokens
+            assert row.computed <= row.known, f"{request_id}: {row}"
+            if row.computed == row.known:
+                row.known, row.num_outputs = row.known + 1, row.num_outputs + 1
             self.scheduled[request_id] = self.scheduled.get(request_id, 0) + num_tokens
+
+    def _has_its_last_token(self, request_id: str) -> bool:
+        """Known to the runner; perhaps not yet to the scheduler."""
+        job, row = self.jobs[request_id], self.rows[request_id]
+        return row.known >= min(len(job.prompt) + job.max_tokens, self.core.config.model_len)
 
     def _admit(self, request_id: str, row: Row) -> None:
         assert request_id not in self.rows
+        assert row.known == len(self.jobs[request_id].prompt) + row.num_outputs, f"{request_id} is not sent whole"
         self.rows[request_id] = row
         if self.core.scheduler.swaps and request_id in self.preempted:
             assert row.computed == self.preempted[request_id], "swapping recomputes nothing"
@@ -206,11 +218,16 @@ class Ledger:
             cut = [i for i, n in tokens.items() if self.rows[i].computed + n < self.rows[i].known and n != threshold]
             assert not cut or plan.preempted or plan.num_tokens == scheduler.budget, f"{cut} cut, budget is left"
             if not scheduler.by_priority:
-                assert running.keys() <= tokens.keys(), f"{running.keys() - tokens.keys()} skipped"
+                skipped = {i for i in running.keys() - tokens.keys() if not self._has_its_last_token(i)}
+                assert not skipped, f"{skipped} skipped"
 
     def _check_reasons(self, plan: StepPlan) -> None:
         scheduler = self.core.scheduler
         for request_id, reason in plan.left_out.items():
+            if reason.code == "nothing_to_compute" and self.core.config.async_scheduling:
+                # its last token is on its way, or it lost its blocks to a reset while its step runs
+                assert request_id not in self.rows or self._has_its_last_token(request_id)
+                continue
             assert reason.code in REASONS, f"{request_id}: {reason}"
             if reason.code in ("blocks", "watermark"):
                 assert reason.need > reason.free
@@ -234,9 +251,6 @@ class Ledger:
         for output in outputs:
             assert output.id not in self.ends, f"{output.id} has news after its end"
             self.tokens.setdefault(output.id, []).extend(output.new_token_ids)
-            if output.id in self.rows:
-                self.rows[output.id].known += len(output.new_token_ids)
-                self.rows[output.id].num_outputs += len(output.new_token_ids)
             if output.finish_reason:
                 self.ends[output.id] = output.finish_reason
                 self._check_end(output)
@@ -253,11 +267,14 @@ class Ledger:
             assert tokens == expected[: len(tokens)]
         else:
             assert (tokens, reason) == (expected, expected_reason)
-            assert row is not None
             needed = len(job.prompt) + len(tokens) - 1  # the last token is never computed
-            assert row.computed == needed
+            wasted = {0, 1} if self.core.config.async_scheduling and reason == "stop" else {0}
+            if row is None:
+                assert request_id in self.preempted, "it lost its row while its last step ran"
+            else:
+                assert row.computed - needed in wasted
             if request_id not in self.preempted:
-                assert self.scheduled[request_id] == needed - self.hits[request_id]
+                assert self.scheduled[request_id] - (needed - self.hits[request_id]) in wasted
                 assert output.num_cached_tokens == self.hits[request_id]
 
     def close(self) -> None:
@@ -278,9 +295,11 @@ def play(
     scheduler: type[BaseScheduler],
     manager: type[PrivateBlocks],
     runner: type[DigestRunner] = WatchedRunner,
+    *,
+    ahead: bool = False,
 ) -> list[StepPlan]:
     """Run a load to its end, all laws checked. Returns the plans."""
-    core = make_core(runner=runner, **load.fields(scheduler, manager))
+    core = make_core(runner=runner, async_scheduling=ahead, **load.fields(scheduler, manager))
     assert isinstance(core.runner, WatchedRunner)
     assert core.config.model_len == load.model_len
     requests = [job.request(i) for i, job in enumerate(load.jobs)]
@@ -311,28 +330,32 @@ def play(
     return core.runner.plans
 
 
-def play_everywhere(load: Load) -> None:
+def play_everywhere(load: Load, ahead: bool) -> None:
     for scheduler, manager in EVERYTHING:
-        play(load, scheduler, manager)
+        play(load, scheduler, manager, ahead=ahead)
 
 
-@settings(max_examples=1120)  # of nine schedules each: ten thousand
-@given(loads())
-def test_every_schedule_keeps_every_law(load):
-    play_everywhere(load)
+@every_mode
+@settings(max_examples=560)  # of nine schedules each, in each mode: ten thousand
+@given(load=loads())
+def test_every_schedule_keeps_every_law(load, ahead):
+    play_everywhere(load, ahead)
 
 
 @pytest.mark.slow
-@settings(max_examples=40_000)
-@given(loads())
-def test_every_schedule_keeps_every_law_for_long(load):
-    play_everywhere(load)
+@pytest.mark.timeout(1800)
+@every_mode
+@settings(max_examples=12_000)
+@given(load=loads())
+def test_every_schedule_keeps_every_law_for_long(load, ahead):
+    play_everywhere(load, ahead)
 
 
+@every_mode
 @settings(max_examples=60)
-@given(loads(), st.sampled_from(EVERYTHING))
-def test_every_schedule_is_the_same_when_it_is_repeated(load, combination):
-    assert play(load, *combination) == play(load, *combination)
+@given(load=loads(), combination=st.sampled_from(EVERYTHING))
+def test_every_schedule_is_the_same_when_it_is_repeated(load, combination, ahead):
+    assert play(load, *combination, ahead=ahead) == play(load, *combination, ahead=ahead)
 
 
 # Planted bugs die
@@ -416,12 +439,12 @@ def test_a_stale_block_table_after_a_resume_is_seen():
 
 def test_keys_as_long_as_the_prompt_are_seen():
     class ShortKeys(WatchedRunner):
-        def launch(self, plan):
+        def execute(self, plan):
             self.num_prompt_tokens = {
                 **getattr(self, "num_prompt_tokens", {}),
                 **{n.id: n.num_prompt_tokens for n in plan.new},
             }
-            return super().launch(plan)
+            return super().execute(plan)
 
         def _run(self, request_id, num_tokens):
             if not super()._run(request_id, num_tokens):
@@ -461,7 +484,7 @@ def test_sharing_within_a_step_is_seen_in_the_cache_of_v0():
             new = super().allocate(request, num_new_tokens, hit, **limits)
             if new is not None and not request.num_computed_tokens:
                 request.num_computed_tokens = hit.num_tokens + num_new_tokens
-                self.commit(request)
+                self.commit(request, request.num_computed_tokens)
                 request.num_computed_tokens = 0
             return new
 

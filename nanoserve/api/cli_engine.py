@@ -14,7 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from nanoserve.api.engine_options import FIELDS, engine_config
+from nanoserve.compilation import CompileMode
 from nanoserve.config import SEAMS, STAGES, EngineConfig
+from nanoserve.graphs import GraphMode
 from nanoserve.record import JsonlRecorder
 
 _UNITS = {
@@ -68,7 +70,12 @@ def _api_key(text: str) -> str:
     return text
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(parse_size(size) for size in text.split(","))
+
+
 size_argument = as_argument(parse_size)
+sizes_argument = as_argument(_sizes)
 api_key_argument = as_argument(_api_key)
 
 
@@ -91,10 +98,25 @@ def add_engine_arguments(
     engine.add_argument("--load-format", help="auto, or dummy: random weights from the model's config alone")
     engine.add_argument("--num-threads", type=int, metavar="N", help="of a CPU; default: by the size of the model")
     engine.add_argument("--seed", type=int, help=seed_use)
+    _add_execution_arguments(parser.add_argument_group("execution"))
     _add_memory_arguments(parser.add_argument_group("KV pool"))
     _add_scheduler_arguments(parser.add_argument_group("scheduler"))
     _add_process_arguments(parser.add_argument_group("processes"))
     parser.add_argument("--record", metavar="FILE", help="write what every step did, one JSON line a step")
+
+
+def _add_execution_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--compile", choices=tuple(CompileMode), help="torch.compile; default: the stage's")
+    group.add_argument(
+        "--graph-mode", choices=tuple(GraphMode), help="what --runner graph captures; default: by device"
+    )
+    group.add_argument("--graph-sizes", type=sizes_argument, metavar="N,N,...", help="tokens; default: vLLM's sizes")
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="--runner eager --compile none")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="decide and launch a step while the one before it runs",
+    )
 
 
 def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
@@ -139,8 +161,9 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
     for seam, classes in SEAMS.items():
         if seam in fields:
             fields[seam] = classes[fields[seam]]
-    if "enable_prefix_caching" in given:
-        fields["enable_prefix_caching"] = given["enable_prefix_caching"]
+    for name in ("enable_prefix_caching", "enforce_eager"):
+        if name in given:
+            fields[name] = given[name]
     return engine_config(stage=given.get("stage"), **fields)
 
 

@@ -154,7 +154,7 @@ def find_compiler() -> str | None:
 def _look_at_machine(checkup: Checkup, config: EngineConfig) -> None:
     """Everything that needs torch; ValueError where the device or the model cannot be had."""
     from nanoserve.checkpoint import read_model_config
-    from nanoserve.lab.ladder_report import describe_machine
+    from nanoserve.machine import describe_machine
     from nanoserve.platforms import resolve_platform
 
     machine = describe_machine()
@@ -177,6 +177,7 @@ def _look_at_machine(checkup: Checkup, config: EngineConfig) -> None:
 
 
 def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple[Device, Memory]:
+    from nanoserve.platforms import resolve_attention
     from nanoserve.weights import resolve_dtype
 
     wanted = platform.default_dtype if config.dtype == "auto" else config.dtype
@@ -186,19 +187,18 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
     kv_per_token = model.kv_bytes_per_token(dtype)
     num_blocks = kv_pool // (config.block_size * kv_per_token)
     num_tokens = max(num_blocks - 1, 0) * config.block_size  # one is the null block
-    backend = config.attention or platform.default_attention
-    others = [name for name, cls in SEAMS.get("attention", {}).items() if cls is not backend]
+    backend, why = resolve_attention(platform, config.attention)
+    others = [name for name, cls in SEAMS["attention"].items() if cls is not backend and platform.name in cls.platforms]
     device = Device(
         name=_device_name(platform),
         why=_device_why(config.device, platform),
         dtype=str(dtype).removeprefix("torch."),
         attention=backend.__name__,
-        attention_why=f"the default of {platform.name}"
-        + (f"; --attention offers {', '.join(others)} as well" if others else ", and the only one here"),
+        attention_why=why + (f"; --attention offers {', '.join(others)} as well" if others else ", the only one here"),
     )
     memory = Memory(
         model=config.model,
-        free=_free_memory(platform),
+        free=platform.free_bytes(),
         weights=weights,
         kv_pool=kv_pool,
         kv_per_token=kv_per_token,
@@ -210,14 +210,6 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
         requests_of_sample=num_tokens / SAMPLE_TOKENS,
     )
     return device, memory
-
-
-def _free_memory(platform: Platform) -> int:
-    import torch
-
-    from nanoserve.platforms import available_memory
-
-    return available_memory() if platform.torch_device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 def _device_name(platform: Platform) -> str:

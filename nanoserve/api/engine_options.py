@@ -13,8 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoserve.config import SEAMS, STAGES, EngineConfig, get_stage
+from nanoserve.runner import EagerRunner
 
 FIELDS = tuple(field.name for field in fields(EngineConfig))
+OPTIONAL_SEAMS = ("attention", "ops")  # None: the device chooses
 VLLM_NAMES: Mapping[str, str] = MappingProxyType(
     {"num_gpu_blocks_override": "num_blocks", "scheduling_policy": "policy"}
 )
@@ -23,8 +25,9 @@ VLLM_NAMES: Mapping[str, str] = MappingProxyType(
 def engine_config(*, stage: str | None = None, config: EngineConfig | None = None, **given: Any) -> EngineConfig:
     """The config of `stage` (default: the last one built), or `config` itself, with the given fields replaced.
 
-    `enable_prefix_caching=True / False` stands for the shared / private block manager. Raises TypeError for an
-    unknown field, ValueError for a bad value or for contradictions.
+    `enable_prefix_caching=True / False` stands for the shared / private block manager, `enforce_eager=True` for a
+    runner that neither captures nor compiles. Raises TypeError for an unknown field, ValueError for a bad value or for
+    contradictions.
     """
     if stage is not None and config is not None:
         raise ValueError(f"stage={stage!r} and a config were both given; give one of them and override its fields.")
@@ -33,6 +36,8 @@ def engine_config(*, stage: str | None = None, config: EngineConfig | None = Non
     _check_names(changes)
     if (caching := changes.pop("enable_prefix_caching", None)) is not None:
         changes["blocks"] = _blocks_for(caching, changes.get("blocks"))
+    if changes.pop("enforce_eager", None):
+        changes |= _eager(changes)
     _check_seams(changes)
     return replace(base, **changes)
 
@@ -48,7 +53,7 @@ def _rename(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(changes: Mapping[str, Any]) -> None:
-    known = [*FIELDS, "enable_prefix_caching"]
+    known = [*FIELDS, "enable_prefix_caching", "enforce_eager"]
     for name in changes:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *VLLM_NAMES], n=1, cutoff=0.5)
@@ -68,9 +73,20 @@ def _blocks_for(caching: bool, asked: type | None) -> type:
     return blocks
 
 
+def _eager(given: Mapping[str, Any]) -> dict[str, Any]:
+    meant = {"runner": EagerRunner, "compile": "none", "graph_mode": None, "graph_sizes": None}
+    for name, value in meant.items():
+        if given.get(name, value) != value:
+            shown = value.__name__ if isinstance(value, type) else value
+            raise ValueError(f"enforce_eager=True means {name}={shown}, but {name} was given too; give one of the two.")
+    return meant
+
+
 def _check_seams(changes: Mapping[str, Any]) -> None:
     for seam, classes in SEAMS.items():
         value = changes.get(seam)
+        if value is None and seam in OPTIONAL_SEAMS:
+            continue
         if seam in changes and not isinstance(value, type):
             known = ", ".join(cls.__name__ for cls in classes.values())
             raise ValueError(f"{seam} must be a class, got {value!r}; pass one of {known}, or one of your own.")

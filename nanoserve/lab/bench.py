@@ -91,7 +91,7 @@ def _bench_engine(args: argparse.Namespace) -> BenchReport:
         raise ValueError(f"--vocab-size {args.vocab_size} is larger than the model's {vocab_size}; use at most that.")
     requests = bench_options.requests(args, vocab_size)  # before the engine, which takes a while
     from nanoserve.api.async_llm import AsyncLLM
-    from nanoserve.lab.ladder_report import describe_machine
+    from nanoserve.machine import describe_machine
     from nanoserve.record import JsonlRecorder
 
     machine = describe_machine()

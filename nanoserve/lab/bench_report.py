@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanoserve.lab.async_load import LoadResult, Outcome
-from nanoserve.lab.ladder_report import Machine
 from nanoserve.lab.metrics import RunMetrics, percentile
+from nanoserve.machine import Machine
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,7 +1,7 @@
-"""Pictures of runs, each from the runs' `StepRecord`s alone; every function returns a matplotlib `Figure`.
+"""Pictures of runs, each from the runs' own records alone; every function returns a matplotlib `Figure`.
 
 A stage has the same colour, marker and line style in every chart, darker for earlier stages: charts read in
-grey and without colour vision. Titles name device, clock, load and seed; the caption the one thing to see.
+grey and without colour vision. Titles name load, device, clock, seed and round; the caption the one thing to see.
 matplotlib is imported when a chart is drawn, through `Figure` and not pyplot: no display and no global state.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from nanoserve.lab.metrics import Activity, Spread, measure, request_times, spans
+from nanoserve.lab.metrics import Activity, Spread, measure, percentile, request_times, spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,9 +63,11 @@ class Setting:
     device: str
     clock: str  # "wall" or "simulated"
     seed: int
+    round: str = ""  # which of several is shown; "": there is one
 
     def title(self, what: str) -> str:
-        return f"{what}\nload {self.load}, {self.device}, {self.clock} clock, seed {self.seed}"
+        where = f"load {self.load}, {self.device}, {self.clock} clock, seed {self.seed}"
+        return f"{what}\n{where}{f', {self.round}' if self.round else ''}"
 
 
 def look_of(stage: str) -> Look:
@@ -74,20 +76,19 @@ def look_of(stage: str) -> Look:
 
 def itl_strip(runs: Runs, groups: Mapping[str, str], watched: str, setting: Setting) -> Figure:
     """Every gap between two tokens of the watched group, a row a stage, log axis; P50, P99 and max marked."""
-    figure = _figure(height=1.7 + 0.9 * len(runs))
-    ax = figure.add_subplot()
-    gaps = {stage: _gaps_ms(records, groups, watched) for stage, records in runs.items()}
-    for row, (stage, gaps_ms) in enumerate(gaps.items()):
-        _strip(ax, row, gaps_ms, look_of(stage))
-    ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(_plain)
-    ax.set_yticks(range(len(runs)), labels=list(runs))
-    ax.set_ylim(len(runs) - 0.4, -0.7)
-    ax.margins(x=0.1)
-    ax.set_xlabel(f"gap between two tokens of a {watched} request (ms, log scale)")
-    ax.grid(axis="x", alpha=0.3)
-    longest = ", ".join(f"{stage} {max(values):,.0f} ms" for stage, values in gaps.items())
+    gaps_ms = {stage: _gaps_ms(records, groups, watched) for stage, records in runs.items()}
+    figure = _strips(gaps_ms, f"gap between two tokens of a {watched} request (ms, log scale)")
+    longest = ", ".join(f"{stage} {max(values):,.0f} ms" for stage, values in gaps_ms.items())
     return _finish(figure, setting, "Inter-token latency", f"The last mark of a row is its longest freeze: {longest}.")
+
+
+def gap_strip(gaps_s: Mapping[str, Sequence[float]], setting: Setting) -> Figure:
+    """Every gap between two steps while requests wait (stage -> seconds), drawn in the same way."""
+    gaps_ms = {stage: [gap * 1e3 for gap in gaps] for stage, gaps in gaps_s.items()}
+    figure = _strips(gaps_ms, "gap between the end of a step and the start of the next (ms, log scale)")
+    middle = ", ".join(f"{stage} {percentile(values, 50):,.2f} ms" for stage, values in gaps_ms.items())
+    caption = f"In a gap the engine computes nothing, though requests wait for it. P50: {middle}."
+    return _finish(figure, setting, "Gap between two steps under a busy front end", caption)
 
 
 def step_timeline(runs: Runs, setting: Setting) -> Figure:
@@ -173,6 +174,22 @@ def _figure(height: float) -> Figure:
     return Figure(figsize=(9, height), dpi=DPI, layout="constrained")
 
 
+def _strips(values_ms: Mapping[str, Sequence[float]], xlabel: str) -> Figure:
+    """A row of dots a stage."""
+    figure = _figure(height=1.7 + 0.9 * len(values_ms))
+    ax = figure.add_subplot()
+    for row, (stage, values) in enumerate(values_ms.items()):
+        _strip(ax, row, values, look_of(stage))
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(_plain)
+    ax.set_yticks(range(len(values_ms)), labels=list(values_ms))
+    ax.set_ylim(len(values_ms) - 0.4, -0.7)
+    ax.margins(x=0.1)
+    ax.set_xlabel(xlabel)
+    ax.grid(axis="x", alpha=0.3)
+    return figure
+
+
 CAPTION_WIDTH = 120  # characters across a figure
 
 
@@ -199,7 +216,7 @@ def _gaps_ms(records: Sequence[StepRecord], groups: Mapping[str, str], watched: 
 
 def _strip(ax: Axes, row: int, gaps_ms: Sequence[float], look: Look) -> None:
     spread = Spread.of(gaps_ms)
-    assert spread is not None, "the watched group emitted no two tokens"
+    assert spread is not None, "there is no gap to draw"
     jitter = [((i * 0.618034) % 1 - 0.5) * 0.5 for i in range(len(gaps_ms))]  # evenly spread, the same every time
     ax.scatter(
         gaps_ms,
@@ -215,7 +232,9 @@ def _strip(ax: Axes, row: int, gaps_ms: Sequence[float], look: Look) -> None:
     labels = [("P50", spread.p50), *([] if same_end else [("P99", spread.p99)])]
     labels.append(("P99, max" if same_end else "max", spread.max))
     for name, value in labels:
-        ax.annotate(f"{name} {value:,.1f}", (value, row - 0.38), ha="center", va="bottom", fontsize=8)
+        ax.annotate(
+            f"{name} {value:,.{2 if value < 10 else 1}f}", (value, row - 0.38), ha="center", va="bottom", fontsize=8
+        )
 
 
 def _timeline(ax: Axes, records: Sequence[StepRecord]) -> set[Activity]:

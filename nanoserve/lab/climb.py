@@ -1,6 +1,7 @@
-"""Runs every stage on every workload, in interleaved rounds, and keeps each run's records.
+"""Runs the stages on the loads, in interleaved rounds, and keeps what each run told.
 
-Each run has a fresh engine, so that none finds another's cache; a stage is whatever config it is given.
+Each run has a fresh engine, so that none finds another's cache; a stage is whatever config it is given. Workloads go to
+every stage; servers, and the cost of a boundary, to the stages that move the client and to those above them.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from nanoserve.lab.ladder_report import Run, StageReport
+from nanoserve.lab.boundary import BoundaryCost, boundary_cost, measure_step
+from nanoserve.lab.front_end import FrontEndLoad, run_front_end
+from nanoserve.lab.ladder_report import Run, ServerRun, StageReport
 from nanoserve.lab.loadgen import drive
 from nanoserve.lab.workload import Arrival, Workload
 from nanoserve.record import JsonlRecorder, StepRecord, read_trace
@@ -23,25 +27,79 @@ if TYPE_CHECKING:
     from nanoserve.request import EngineInfo
 
 
+class Progress:
+    """Whoever wants to know how far the runs are."""
+
+    def announce(self, what: str) -> None:
+        """A run begins, so that the one before has ended."""
+
+    def on_tokens(self, num_tokens: int) -> None:
+        """So many output tokens have come."""
+
+
 def climb(
     stages: Mapping[str, EngineConfig],
     workloads: Sequence[Workload],
     num_rounds: int,
-    *,
-    announce: Callable[[str], None] = lambda what: None,
-    on_tokens: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[dict[str, list[Run]], dict[str, StageReport]]:
-    """All the runs, by workload, and what each stage became. `announce` hears what comes next."""
+    """All the runs, by workload, and what each stage became."""
+    progress = progress or Progress()
     runs: dict[str, list[Run]] = {}
     built: dict[str, StageReport] = {}
     for workload in workloads:
         done = runs.setdefault(workload.name, [])
         for number in range(1, num_rounds + 1):
             for name, config in stages.items():
-                announce(f"{workload.name}, round {number}, {name}")
-                records, built[name] = run_once(config, workload, on_tokens)
+                progress.announce(f"{workload.name}, round {number}, {name}")
+                records, built[name] = run_once(config, workload, progress.on_tokens)
                 done.append(Run(name, number, records))
     return runs, built
+
+
+def client_moves(stages: Mapping[str, EngineConfig]) -> list[tuple[str, str]]:
+    """(stage above, stage) wherever the two differ in their client."""
+    return [(above, stage) for above, stage in pairwise(stages) if stages[above].client is not stages[stage].client]
+
+
+def moving_stages(stages: Mapping[str, EngineConfig]) -> dict[str, EngineConfig]:
+    """Every stage in `client_moves`, in order."""
+    moved = {name for move in client_moves(stages) for name in move}
+    return {name: config for name, config in stages.items() if name in moved}
+
+
+def climb_front_end(
+    stages: Mapping[str, EngineConfig],
+    load: FrontEndLoad,
+    num_rounds: int,
+    progress: Progress | None = None,
+) -> list[ServerRun]:
+    """A server of each of the stages in each round."""
+    progress = progress or Progress()
+    runs = []
+    for number in range(1, num_rounds + 1):
+        for name, config in stages.items():
+            progress.announce(f"{load.name}, round {number}, {name}")
+            runs.append(ServerRun(name, number, run_front_end(config, load, on_tokens=progress.on_tokens)))
+    return runs
+
+
+def split_costs(
+    stages: Mapping[str, EngineConfig],
+    num_running: int,
+    num_rounds: int,
+    progress: Progress | None = None,
+    *,
+    num_steps: int = 200,
+) -> list[BoundaryCost]:
+    """What each move of the client costs, of engines without a model with `num_running` requests."""
+    progress = progress or Progress()
+    moves, moving = client_moves(stages), moving_stages(stages)
+    rounds = []
+    for number in range(1, num_rounds + 1):
+        progress.announce(f"cost of the boundary, round {number}")
+        rounds.append({name: measure_step(moving[name], num_running, num_steps) for name in moving})
+    return [boundary_cost((a, stages[a]), (b, stages[b]), rounds, num_running) for a, b in moves]
 
 
 def run_once(

@@ -8,8 +8,10 @@ changes every later token, or fails at once. Imports no torch; tests and lessons
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
+from nanoserve.execution import Execution
 from nanoserve.request import NewRequest, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -50,9 +52,27 @@ class DigestRow:
         self.num_computed_tokens = new.num_computed_tokens
 
 
-class DigestRunner:
-    """Speaks `Runner`. Counts the tokens it computed in `num_tokens`."""
+class DigestStep:
+    """The handle of a launched plan. `wait` runs the plans that were launched before it, then its own: as late as a
+    device could, so that whoever is one step ahead really does not know the tokens."""
 
+    def __init__(self, runner: DigestRunner, plan: StepPlan) -> None:
+        self.plan = plan
+        self._runner = runner
+        self._result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        while self._result is None:
+            step = self._runner.launched.popleft()
+            step._result = self._runner.execute(step.plan)
+        return self._result
+
+
+class DigestRunner:
+    """Speaks `Runner`; a plan runs when its result is waited for. Counts the tokens it computed in `num_tokens`."""
+
+    captures_graphs = False
+    execution = Execution()
     device = "cpu"
     dtype = "digest"
     model_len = MODEL_LEN
@@ -62,8 +82,8 @@ class DigestRunner:
         self.block_size = config.block_size
         self.rows: dict[str, DigestRow] = {}
         self.cells: dict[int, int] = {}  # slot -> digest
+        self.launched: deque[DigestStep] = deque()  # and not run yet
         self.num_tokens = 0
-        self._result = StepResult({})
 
     def pool_blocks(self, block_size: int) -> int:
         return 2 * MODEL_LEN // block_size + 2
@@ -71,7 +91,13 @@ class DigestRunner:
     def allocate(self, config: EngineConfig) -> None:
         self.cells.clear()
 
-    def launch(self, plan: StepPlan) -> DigestRunner:
+    def launch(self, plan: StepPlan) -> DigestStep:
+        step = DigestStep(self, plan)
+        self.launched.append(step)
+        return step
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan; called in the order of the launches."""
         for request_id in (*plan.preempted, *plan.finished):
             self.rows.pop(request_id, None)
         for new in plan.new:
@@ -85,11 +111,7 @@ class DigestRunner:
         for source, target in plan.copies:
             self._copy_block(source, target)
         sampled = {request_id: self._run(request_id, n) for request_id, n in plan.num_scheduled_tokens.items()}
-        self._result = StepResult({request_id: tokens for request_id, tokens in sampled.items() if tokens})
-        return self
-
-    def wait(self) -> StepResult:
-        return self._result
+        return StepResult({request_id: tokens for request_id, tokens in sampled.items() if tokens})
 
     def _copy_block(self, source: int, target: int) -> None:
         for offset in range(self.block_size):
@@ -125,10 +147,23 @@ class DigestRunner:
         self.rows.clear()
 
 
+class NullStep:
+    """The handle of a step that was done before `launch` returned."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        time.sleep(0)
+        return self._result
+
+
 class NullRunner:
     """Speaks `Runner` and computes nothing: every row that has caught up gets token 1. What a step then costs is
     everything but the model. As a model would, it lets go of the interpreter lock once a step."""
 
+    captures_graphs = False
+    execution = Execution()
     device = "cpu"
     dtype = "null"
     model_len = MODEL_LEN
@@ -136,7 +171,6 @@ class NullRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         self._missing: dict[str, int] = {}  # request id -> known tokens that are not computed yet
-        self._result = StepResult({})
 
     def pool_blocks(self, block_size: int) -> int:
         return 2**16
@@ -144,7 +178,7 @@ class NullRunner:
     def allocate(self, config: EngineConfig) -> None:
         self._missing.clear()
 
-    def launch(self, plan: StepPlan) -> NullRunner:
+    def launch(self, plan: StepPlan) -> NullStep:
         for request_id in (*plan.preempted, *plan.finished):
             self._missing.pop(request_id, None)
         for new in plan.new:
@@ -155,12 +189,7 @@ class NullRunner:
             if self._missing[request_id] == 0:
                 self._missing[request_id] = 1
                 sampled[request_id] = [1]
-        self._result = StepResult(sampled)
-        return self
-
-    def wait(self) -> StepResult:
-        time.sleep(0)
-        return self._result
+        return NullStep(StepResult(sampled))
 
     def close(self) -> None:
         self._missing.clear()

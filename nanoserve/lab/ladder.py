@@ -1,16 +1,15 @@
 """`nanoserve ladder`: every stage on the same loads, side by side; tables, ladder.json and charts.
 
 Rounds are interleaved (v0, chunked, ..., v0, chunked, ...), each on a fresh engine, so that whatever else the
-machine does hits all stages alike; tables show medians. All figures come from the records of the steps, and the
-greedy tokens of all runs must agree. A stage joins by being in `STAGES`: nothing here knows any by name.
+machine does hits all stages alike; tables show medians. A stage that moves the client, and the one above it, also
+serve hundreds of streams (`front_end.py`). The greedy tokens of all runs must agree. A stage joins by being in
+`STAGES`: nothing here knows any by name. Laws: tests/test_ladder.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +18,21 @@ import msgspec
 
 from nanoserve import __version__
 from nanoserve.config import DEFAULT_MODEL, STAGES, EngineConfig, get_stage
-from nanoserve.lab.climb import climb
-from nanoserve.lab.ladder_report import LADDER_VERSION, LadderReport, Run, describe_machine, report_load
+from nanoserve.lab.arrivals import Uniform, story_words
+from nanoserve.lab.charts import Setting
+from nanoserve.lab.climb import climb, climb_front_end, moving_stages, split_costs
+from nanoserve.lab.front_end import FrontEndLoad, busy_front_end, missing_packages
+from nanoserve.lab.ladder_progress import LadderProgress
+from nanoserve.lab.ladder_report import (
+    LADDER_VERSION,
+    LadderReport,
+    Run,
+    ServerRun,
+    middle_round,
+    report_front_end,
+    report_load,
+)
+from nanoserve.lab.ladder_tables import show
 from nanoserve.lab.workload import (
     TokenSource,
     Workload,
@@ -29,10 +41,13 @@ from nanoserve.lab.workload import (
     shared_system_prompt,
     story_tokens,
 )
+from nanoserve.machine import describe_machine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
+
+    from nanoserve.api.tokenizer import Tokenizer
+    from nanoserve.lab.boundary import BoundaryCost
 
 DEFAULT_OUT = "ladder-results"
 CPU_BUDGET = 256  # SARATHI's smaller chunk: on a CPU even the default of 512 takes long beside a decode
@@ -51,9 +66,16 @@ class Sizes:
     requests: int = 24
     prefix_len: int = 1024
     tail_len: int = 32
+    front_end_streams: int = 120
+    front_end_requests: int = 3
+    front_end_prompt_words: int = 40
+    front_end_tokens: int = 32
 
 
-QUICK = Sizes(rounds=1, stream_tokens=64, long_prompts=1, long_prompt_len=2048, requests=8, prefix_len=512)
+QUICK = Sizes(
+    rounds=1, stream_tokens=64, long_prompts=1, long_prompt_len=2048, requests=8, prefix_len=512,
+    front_end_streams=48, front_end_requests=2, front_end_tokens=16,
+)  # fmt: skip
 MAX_SIZE = 10**6
 
 SIZE_HELP: Mapping[str, str] = {
@@ -65,6 +87,10 @@ SIZE_HELP: Mapping[str, str] = {
     "requests": "requests with a common prefix, all at once",
     "prefix_len": "tokens of the prefix",
     "tail_len": "prompt tokens of each request after the prefix",
+    "front_end_streams": "clients of a server at the same time, where the client moves",
+    "front_end_requests": "requests that each of them sends, one after another",
+    "front_end_prompt_words": "words of a prompt, on average (with --random-prompts: tokens)",
+    "front_end_tokens": "tokens of each answer",
 }
 
 
@@ -105,13 +131,24 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or Path(f"{DEFAULT_OUT}-quick" if args.quick else DEFAULT_OUT)
     out.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
-    with _progress(workloads, len(stages) * sizes.rounds) as (announce, on_tokens):
-        runs, built = climb(stages, workloads, sizes.rounds, announce=announce, on_tokens=on_tokens)
+    servers = moving_stages(stages)
+    front_end, left_out = _front_end_load(args, sizes, servers)
+    total = sum(len(stages) * sizes.rounds * workload.num_output_tokens for workload in workloads)
+    total += len(servers) * sizes.rounds * front_end.num_output_tokens if front_end else 0
+    costs: list[BoundaryCost] = []
+    lives: list[ServerRun] = []
+    with LadderProgress(total) as progress:
+        runs, built = climb(stages, workloads, sizes.rounds, progress)
+        if front_end:
+            costs = split_costs(stages, front_end.num_streams, sizes.rounds, progress)
+            lives = climb_front_end(servers, front_end, sizes.rounds, progress)
 
-    device = next(iter(built.values())).engine.device
     charts: dict[str, Figure] = {}
-    for workload in workloads if args.charts else ():
-        charts |= _draw(workload, runs[workload.name], device, args.seed)
+    if args.charts:
+        setting = Setting(load="", device=next(iter(built.values())).engine.device, clock="wall", seed=args.seed)
+        for workload in workloads:
+            charts |= _draw(workload, runs[workload.name], setting)
+        charts |= _draw_gaps(front_end, lives, setting) if front_end else {}
     report = LadderReport(
         version=LADDER_VERSION,
         nanoserve=__version__,
@@ -122,10 +159,11 @@ def run(args: argparse.Namespace) -> int:
         machine=machine,
         stages=built,
         loads=[report_load(workload, runs[workload.name]) for workload in workloads],
+        front_end=report_front_end(front_end, lives, costs) if front_end else None,
+        left_out=left_out,
         charts=list(charts),
     )
-    written = _write(report, charts, out)
-    _show(report, written, as_json=args.json)
+    show(report, _write(report, charts, out), as_json=args.json)
     return IDENTICAL if report.identical else DIFFERENT
 
 
@@ -181,44 +219,66 @@ def _workloads(args: argparse.Namespace, sizes: Sizes) -> list[Workload]:
     ]
 
 
-def _token_source(args: argparse.Namespace) -> TokenSource:
-    from nanoserve.checkpoint import TEXT_FILES, read_model_config, resolve_model_dir
+def _front_end_load(
+    args: argparse.Namespace, sizes: Sizes, servers: Mapping[str, EngineConfig]
+) -> tuple[FrontEndLoad | None, dict[str, str]]:
+    """The load for servers; without one, why."""
+    if not servers:
+        why = "no stage here moves the client."
+    elif missing := missing_packages():
+        why = f"a server needs {', '.join(missing)}; pip install 'nanoserve[serve]'."
+    elif args.random_prompts and (error := _tokenizer_error(args.model)):
+        why = f"a server needs a tokenizer: {error}"
+    else:
+        mean = sizes.front_end_prompt_words
+        load = busy_front_end(
+            random_tokens(_vocab_size(args.model)) if args.random_prompts else story_words,
+            seed=args.seed,
+            num_streams=sizes.front_end_streams,
+            requests_per_stream=sizes.front_end_requests,
+            prompt_len=Uniform(max(1, mean // 2), mean + mean // 2),
+            output_tokens=sizes.front_end_tokens,
+        )
+        return load, {}
+    return None, {FrontEndLoad.NAME: why}
 
-    if args.random_prompts:
-        return random_tokens(read_model_config(args.model).vocab_size)
+
+def _vocab_size(model: str) -> int:
+    from nanoserve.checkpoint import read_model_config
+
+    return read_model_config(model).vocab_size
+
+
+def _tokenizer(model: str) -> Tokenizer:
     from nanoserve.api.tokenizer import Tokenizer
+    from nanoserve.checkpoint import TEXT_FILES, resolve_model_dir
 
-    tokenizer = Tokenizer.load(resolve_model_dir(args.model, patterns=TEXT_FILES))
+    return Tokenizer.load(resolve_model_dir(model, patterns=TEXT_FILES))
+
+
+def _tokenizer_error(model: str) -> str | None:
+    """Why a model's text cannot be served; None: it can."""
+    try:
+        _tokenizer(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _token_source(args: argparse.Namespace) -> TokenSource:
+    if args.random_prompts:
+        return random_tokens(_vocab_size(args.model))
+    tokenizer = _tokenizer(args.model)
     return story_tokens(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
-@contextmanager
-def _progress(
-    workloads: Sequence[Workload], runs_each: int
-) -> Iterator[tuple[Callable[[str], None], Callable[[int], None]]]:
-    """A bar over all output tokens, on standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+def _draw(workload: Workload, runs: Sequence[Run], setting: Setting) -> dict[str, Figure]:
+    """File name -> chart, of the round of median length."""
+    from nanoserve.lab.charts import blocks_in_use, itl_strip, step_timeline, tokens_computed
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<34}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=runs_each * sum(w.num_output_tokens for w in workloads))
-        yield (
-            lambda what: progress.update(task, description=what),
-            lambda num_tokens: progress.advance(task, num_tokens),
-        )
-
-
-def _draw(workload: Workload, runs: Sequence[Run], device: str, seed: int) -> dict[str, Figure]:
-    """File name -> chart, of each stage's run of median length."""
-    from nanoserve.lab.charts import Setting, blocks_in_use, itl_strip, step_timeline, tokens_computed
-
-    by_stage: dict[str, list[Run]] = {}
-    for one in runs:
-        by_stage.setdefault(one.stage, []).append(one)
-    shown = {stage: _middle(several).records for stage, several in by_stage.items()}
-    setting = Setting(load=workload.name, device=device, clock="wall", seed=seed)
+    number = middle_round(runs)
+    shown = {one.stage: one.records for one in runs if one.round == number}
+    setting = replace(setting, load=workload.name, round=_which(number, runs))
     return {
         f"{workload.name}-itl.png": itl_strip(shown, workload.groups, workload.watched, setting),
         f"{workload.name}-timeline.png": step_timeline(shown, setting),
@@ -227,9 +287,16 @@ def _draw(workload: Workload, runs: Sequence[Run], device: str, seed: int) -> di
     }
 
 
-def _middle(runs: Sequence[Run]) -> Run:
-    by_length = sorted(runs, key=lambda one: one.records[-1].end_s - one.records[0].start_s)
-    return by_length[(len(by_length) - 1) // 2]
+def _draw_gaps(load: FrontEndLoad, runs: Sequence[ServerRun], setting: Setting) -> dict[str, Figure]:
+    from nanoserve.lab.charts import gap_strip
+
+    number = middle_round(runs)
+    shown = {one.stage: one.result.gaps_s for one in runs if one.round == number}
+    return {f"{load.name}-gaps.png": gap_strip(shown, replace(setting, load=load.name, round=_which(number, runs)))}
+
+
+def _which(number: int, runs: Sequence[Run] | Sequence[ServerRun]) -> str:
+    return f"round {number} of {max(run.round for run in runs)}"
 
 
 def _write(report: LadderReport, charts: Mapping[str, Figure], out: Path) -> list[Path]:
@@ -238,45 +305,3 @@ def _write(report: LadderReport, charts: Mapping[str, Figure], out: Path) -> lis
     for name, figure in charts.items():
         figure.savefig(out / name)
     return [path, *(out / name for name in charts)]
-
-
-BUSY_LOAD = 1.0
-
-
-def _show(report: LadderReport, written: Sequence[Path], *, as_json: bool) -> None:
-    from nanoserve.lab.ladder_tables import HISTORY, load_table, sentences, verdict
-
-    console, errors = _console(stderr=False), _console(stderr=True)
-    if as_json:
-        sys.stdout.write(written[0].read_text(encoding="utf-8"))
-        for line in verdict(report):
-            errors.print(line)
-        return
-    first = next(iter(report.stages.values())).engine
-    where = (
-        f"{first.model}, {first.device}, {first.dtype}, wall clock, {_rounds(report.num_rounds)}, seed {report.seed}"
-    )
-    for load in report.loads:
-        console.print()
-        console.print(load_table(load, f"Load {load.name}: {where}"))
-        for line in sentences(load):
-            console.print(f"- {line}")
-    console.print()
-    for line in verdict(report):
-        console.print(line)
-    if (load := report.machine.load_average_1m) is not None and load > BUSY_LOAD:
-        console.print(f"Something else was running too (load average {load:.1f} at the start): read times with care.")
-    console.print("Written:", *(str(path) for path in written), sep="\n  ")
-    console.print(HISTORY)
-
-
-def _rounds(number: int) -> str:
-    return f"median of {number} rounds" if number > 1 else "one round"
-
-
-def _console(*, stderr: bool) -> Console:
-    """rich's console; where there is no terminal to ask, wide enough for the tables."""
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False, markup=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=110)

@@ -212,6 +212,8 @@ class RunMetrics:
     prompt_tokens_computed: int  # a hit saves some, a preemption computes some again
     hit_rate: float  # prompt tokens found in the cache, at first admission
     peak_used_blocks: int  # over the ends of steps
+    host_s: Spread | None = None  # of a step: all but the device's own work
+    padding_share: float = 0.0  # of the tokens that steps ran: of those that only fill up a graph
 
 
 def measure(records: Sequence[StepRecord], groups: Mapping[str, str] | None = None) -> RunMetrics:
@@ -227,6 +229,8 @@ def measure(records: Sequence[StepRecord], groups: Mapping[str, str] | None = No
     admitted = [r for r in requests.values() if r.num_hit_tokens is not None]
     num_queried = sum(r.num_prompt_tokens for r in admitted)
     num_hits = sum(r.num_hit_tokens or 0 for r in admitted)
+    num_padding = sum(record.num_padding_tokens for record in records)
+    num_tokens = sum(sum(record.num_scheduled_tokens.values()) for record in records)
     return RunMetrics(
         groups={label: GroupMetrics.of(members) for label, members in by_group.items()},
         duration_s=duration_s,
@@ -238,6 +242,8 @@ def measure(records: Sequence[StepRecord], groups: Mapping[str, str] | None = No
         prompt_tokens_computed=sum(span.num_prompt_tokens for span in spans(records)),
         hit_rate=num_hits / num_queried if num_queried else 0.0,
         peak_used_blocks=max(record.num_used_blocks for record in records),
+        host_s=Spread.of(record.host_s for record in records if record.host_s),
+        padding_share=num_padding / (num_tokens + num_padding) if num_padding else 0.0,
     )
 
 

@@ -1,0 +1,142 @@
+"""torch.compile for the decoder: which parts are compiled, what is needed for it, and where the results are kept.
+
+`layers`: the three pieces of a forward pass, one compiled function for all layers. `model`: the whole pass as one
+graph, with attention as an operator that the compiler does not look into. The number of tokens stays open in both;
+one token alone is a case of its own, as the compiler wants it. vLLM compiles the whole model and cuts it at attention
+(`vllm/compilation/backends.py`), which is `layers` in effect. Laws: tests/test_compilation.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import itertools
+import os
+import shutil
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanoserve.model import Attend, Decoder
+
+COMPILERS = ("g++", "clang++", "c++")
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class CompileMode(enum.StrEnum):
+    NONE = "none"
+    LAYERS = "layers"
+    MODEL = "model"
+
+
+def compile_model(model: Decoder, mode: CompileMode) -> None:
+    """From the next call on, `model` runs compiled code; the first call for a kind of input pays for compiling.
+
+    Raises ValueError on a CPU without a C++ compiler. What other models in this process had compiled is compiled
+    again when they run: the compiler keeps its results by function, for a few kinds of input only.
+    """
+    import torch
+    import torch._dynamo
+
+    if mode is CompileMode.NONE:
+        return
+    if model.device.type == "cpu":
+        require_cpp_compiler(mode)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that outlive their use
+    _keep_results_in(cache_folder(model, mode))
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, dynamic=True, fullgraph=True)  # any number of tokens, and all of it
+    first, cross, last = model.pieces
+    model.pieces = model.pieces._replace(first=compiled(first), cross=compiled(cross), last=compiled(last))
+    if mode is CompileMode.MODEL:
+        model.compile(dynamic=True, fullgraph=True)
+
+
+def require_cpp_compiler(mode: CompileMode) -> None:
+    """ValueError unless torch's CPU backend has what it needs."""
+    given = os.environ.get("CXX")
+    if shutil.which(given) if given else any(map(shutil.which, COMPILERS)):
+        return
+    looked = f"CXX={given!r} is not on PATH" if given else f"none of {', '.join(COMPILERS)} is on PATH"
+    raise ValueError(
+        f"compile={str(mode)!r} on a CPU needs a C++ compiler, and {looked}; install one (Debian: apt install g++), "
+        "set CXX, or use compile='none'."
+    )
+
+
+def cache_folder(model: Decoder, mode: CompileMode) -> Path:
+    """Where compiled code is kept from one start to the next: by what it was made of."""
+    import torch
+
+    import nanoserve.model
+    import nanoserve.ops
+
+    parts = (
+        torch.__version__,
+        model.config,
+        model.dtype,
+        model.device.type,
+        mode,
+        inspect.getsource(nanoserve.model),
+        inspect.getsource(nanoserve.ops),
+    )
+    key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "nanoserve" / "compiled" / key
+
+
+def _keep_results_in(folder: Path) -> None:
+    """Unless the user has named a folder. (The compiler notes its default in the environment, as if it were given.)"""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get(CACHE_VARIABLE)
+    if given is None or given == default_cache_dir() or Path(given).parent == folder.parent:
+        os.environ[CACHE_VARIABLE] = str(folder)
+
+
+class AttentionOperator:
+    """`attend` as one of torch's own operators, so that a trace of the model goes through it without looking inside.
+
+    An operator takes tensors and numbers only: which callable is meant goes by a number. That the KV cache is changed
+    is not told to the compiler, which need not know: nothing else in the trace reads it, and each call needs the
+    result of the one before.
+    """
+
+    def __init__(self, attend: Attend) -> None:
+        _define_operator()
+        self._number = next(_numbers)
+        _targets[self._number] = attend
+        weakref.finalize(self, _targets.pop, self._number)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
+        import torch
+
+        return torch.ops.nanoserve.attend(q_THD, k_TKD, v_TKD, layer, self._number)
+
+
+_numbers = itertools.count()
+_targets: dict[int, Attend] = {}
+
+
+@functools.cache
+def _define_operator() -> object:
+    import torch
+
+    library = torch.library.Library("nanoserve", "DEF")
+    library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int number) -> Tensor")
+    library.impl("attend", _attend, "CompositeExplicitAutograd")
+    torch.library.register_fake("nanoserve::attend", _fake_attend, lib=library)
+    return library
+
+
+def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+    return _targets[number](layer, q_THD, k_TKD, v_TKD)
+
+
+def _fake_attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+    return q_THD.new_empty(q_THD.shape)

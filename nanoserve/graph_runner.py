@@ -1,0 +1,163 @@
+"""A runner that replays captured graphs: the host says "this one" instead of launching each operation.
+
+Owns the graphs and the memory they work on; graphs.py decides which one a step gets. v0 captured decodes; v1 captures
+by default, decodes whole and any other batch in pieces. On a CPU there is nothing to capture: a stand-in makes the
+same calls on the same static memory again, so that dispatch, padding and resets are the same code there, with real
+outputs. Mirrors `vllm/v1/worker/gpu_model_runner.py`. Laws: tests/test_graph_runner.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from nanoserve.graphs import Dispatcher, GraphKey, GraphMode, default_sizes, given_sizes, supported
+from nanoserve.input_batch import HostInputs, StepInputs
+from nanoserve.kv_cache import KVCache
+from nanoserve.runner import EagerRunner, StepAttention
+from nanoserve.static_inputs import StaticActivations, StaticInputs, is_whole, keep
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanoserve.config import EngineConfig
+
+Replay = Callable[[StepInputs], None]
+PROVISIONAL_BLOCKS = 2**31  # a pool that no limit of a config is too large for
+
+
+class GraphRunner(EagerRunner):
+    """Captures when the engine is built, the largest size first, all in one memory pool; never afterwards."""
+
+    captures_graphs: ClassVar[bool] = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        asked = GraphMode(config.graph_mode) if config.graph_mode else self._platform.default_graph_mode
+        self._config = config
+        self._mode = supported(asked, self._platform.graph_support(type(self._backend)))
+        self._graphs: dict[GraphKey, Replay] = {}
+        self._serves = False
+        self.dispatcher = Dispatcher(GraphMode.NONE, (), 0)
+
+    def _reserved_bytes(self) -> int:
+        """What graphs take, measured: they are captured once with hardly any cache, and dropped."""
+        config = replace(self._config, num_blocks=None, watermark=0.0)
+        config = config.resolve(model_len=self.model_len, pool_blocks=PROVISIONAL_BLOCKS, device=self.device)
+        before = self._platform.free_bytes()
+        self._use_cache(KVCache.build(replace(config, num_blocks=2), self.model_config, self.torch_dtype, self._device))
+        self._capture_all(config)
+        self.execution.graph_bytes = max(self._static_bytes, before - self._platform.free_bytes())
+        self._drop_graphs()
+        return super()._reserved_bytes() + self.execution.graph_bytes
+
+    def allocate(self, config: EngineConfig) -> None:
+        super().allocate(config)
+        start_s = time.perf_counter()
+        self._capture_all(config)
+        self._serves = True
+        self.execution.capture_s = time.perf_counter() - start_s
+        self.execution.graph_bytes = self.execution.graph_bytes or self._static_bytes
+
+    def _capture_all(self, config: EngineConfig) -> None:
+        import torch
+
+        assert not self._serves, "graphs are captured when the engine is built, never while it serves"
+        sizes = default_sizes(config.max_num_seqs, config.budget)
+        if config.graph_sizes is not None:
+            sizes = given_sizes(config.graph_sizes, config.budget)
+        self.dispatcher = dispatcher = Dispatcher(self._mode, sizes, config.max_num_seqs)
+        num_tokens = max(dispatcher.sizes, default=0)
+        self._static = StaticInputs(
+            num_tokens=num_tokens,
+            num_rows=max([config.max_num_seqs, *(key.size for key in dispatcher.keys if key.is_uniform)]),
+            num_blocks=-(-config.model_len // config.block_size),
+            device=self._device,
+        )
+        self._activations = StaticActivations(
+            self.model_config, num_tokens=num_tokens, dtype=self.torch_dtype, device=self._device
+        )
+        self._capture = self._platform.graph_pool()
+        with torch.inference_mode():
+            self._graphs = {key: self._whole(key) if is_whole(key) else self._pieces(key) for key in dispatcher.keys}
+        self.execution.graph_mode = str(self._mode)
+        self.execution.graph_kind = self._platform.graph_kind
+        self.execution.graph_sizes = list(dispatcher.sizes)
+
+    @property
+    def _static_bytes(self) -> int:
+        return self._static.num_bytes + self._activations.num_bytes
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        del self._static, self._activations, self._capture
+        self._use_cache(None)
+        self._platform.release_memory()
+
+    def _whole(self, key: GraphKey) -> Replay:
+        """The pass with its attention calls as one graph."""
+        static, size = self._static, key.size
+        batch = static.batch(key)
+        ids_T, positions_T = static.input_ids_T[:size], static.positions_T[:size]
+        hidden_TE = self._activations.hidden_TE[:size]
+        attend = self._attention_of(StepAttention(self._backend, self.cache, batch))
+
+        def run() -> None:
+            hidden_TE.copy_(self.model(ids_T, positions_T, attend))
+
+        replay = self._capture(run)
+
+        def replay_step(step: StepInputs) -> None:
+            static.fill_tokens(step, size)
+            static.fill_rows(step, key, batch)
+            replay()
+
+        return replay_step
+
+    def _pieces(self, key: GraphKey) -> Replay:
+        """Everything between the attention calls as a graph each; attention runs as it is, on the step's own rows."""
+        static, size, model = self._static, key.size, self.model
+        pieces, layers, last = model.pieces, model.layers, len(model.layers) - 1
+        ids_T, positions_T = static.input_ids_T[:size], static.positions_T[:size]
+        flow = self._activations.view(size)
+        attended_THD, hidden_TE = self._activations.attended_THD[:size], self._activations.hidden_TE[:size]
+        attend = StepAttention(self._backend, self.cache)
+
+        def first() -> None:
+            keep(flow, pieces.first(ids_T, positions_T))
+
+        def cross(layer: int) -> None:
+            keep(flow, pieces.cross(layers[layer], layers[layer + 1], attended_THD, flow, model.ops))
+
+        def end() -> None:
+            hidden_TE.copy_(pieces.last(attended_THD, flow))
+
+        enter, *rest = [self._capture(run) for run in (first, *(partial(cross, i) for i in range(last)), end)]
+
+        def replay_step(step: StepInputs) -> None:
+            static.fill_tokens(step, size)
+            attend.batch = replace(step.attention, slot_mapping_T=static.slot_mapping_T[:size])
+            enter()
+            for layer, leave in enumerate(rest):
+                attended_THD.copy_(attend(layer, *flow.qkv))
+                leave()
+
+        return replay_step
+
+    def _dispatch(self, inputs: HostInputs) -> GraphKey | None:
+        return self.dispatcher.dispatch(inputs.num_tokens, inputs.is_uniform_decode)
+
+    def _forward(self, inputs: HostInputs, key: GraphKey | None) -> tuple[Tensor, Tensor]:
+        if key is None:
+            return super()._forward(inputs, key)
+        step = inputs.to(self._device)
+        step.take_in_flight(self._sampled_ids_S)
+        self._graphs[key](step)
+        return self._activations.hidden_TE[: inputs.num_tokens], step.sampling_index_S
+
+    def close(self) -> None:
+        super().close()
+        self._graphs.clear()

@@ -1,0 +1,87 @@
+"""Laws of torch.compile: compiled code gives the tokens that the layers give one by one, for any number of tokens, and
+what cannot be compiled is said before anything is loaded twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from test_graph_runner import build_graphs
+from test_runner import (
+    Driver,
+    build,
+    check_text,
+    dense_attention,
+    model_dir,  # noqa: F401  (a fixture)
+    prompt_of,
+)
+
+from nanoserve.compilation import AttentionOperator, CompileMode, cache_folder, compile_model
+from nanoserve.weights import load_model
+
+MODES = [CompileMode.LAYERS, CompileMode.MODEL]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_code_of_one_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.mark.needs_cxx
+@pytest.mark.parametrize("mode", MODES)
+def test_every_compiled_model_gives_the_text_of_one_pass(model_dir, mode):  # noqa: F811
+    """Captured whole, captured in pieces, and as it is: the long prompt fits no graph."""
+    runner = build_graphs(model_dir, compile=mode)
+    assert runner.execution.compile == mode
+    assert runner.execution.compile_s > 0
+    driver = Driver(runner)
+    driver.add("a", prompt_of(11))
+    driver.add("b", prompt_of(40, 1))
+    driver.step({"a": 7})
+    assert driver.step({"a": 4, "b": 30}).cost.graph == ""
+    driver.step({"a": 1, "b": 10})
+    driver.finish("a", 5)
+    driver.finish("b", 4)
+    assert driver.step({"a": 1, "b": 1}).cost.graph == "full decode 2"
+    check_text(driver, "a")
+    check_text(driver, "b")
+
+
+def test_a_compile_mode_without_a_compiler_is_refused(model_dir, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ValueError, match=r"compile='layers' on a CPU needs a C\+\+ compiler, and none of"):
+        build(model_dir, compile="layers")
+    monkeypatch.setenv("CXX", "my-compiler")
+    with pytest.raises(ValueError, match="CXX='my-compiler' is not on PATH"):
+        build(model_dir, compile="model")
+
+
+def test_every_cache_belongs_to_one_model_one_mode_and_one_code(tmp_path, monkeypatch):
+    model = load_model("nanostory")
+    folder = cache_folder(model, CompileMode.LAYERS)
+    assert folder == cache_folder(load_model("nanostory"), CompileMode.LAYERS)
+    others = {cache_folder(model, CompileMode.MODEL), cache_folder(model.to(torch.float64), CompileMode.LAYERS)}
+    monkeypatch.setattr("inspect.getsource", lambda module: f"another {module.__name__}")
+    others.add(cache_folder(load_model("nanostory"), CompileMode.LAYERS))
+    assert len(others | {folder}) == 4
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Path(tmp_path) in cache_folder(model, CompileMode.LAYERS).parents
+
+
+def test_an_operator_is_its_callable():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+    seen = []
+    operator = AttentionOperator(lambda layer, *qkv: seen.append(layer) or dense_attention(layer, *qkv))
+    assert torch.equal(operator(3, q, k, v), dense_attention(3, q, k, v))
+    assert seen == [3]
+
+
+def test_nothing_is_compiled_unless_asked_for():
+    model = load_model("nanostory")
+    pieces = model.pieces
+    compile_model(model, CompileMode.NONE)
+    assert model.pieces is pieces
