@@ -119,7 +119,8 @@ class EngineCore:
         except BaseException:
             runner.close()
             raise
-        logger.info("%s on %s, %s: %s", config.model, runner.device, runner.dtype, runner.execution)
+        how = runner.execution
+        logger.info("%s on %s, %s: %s; %s", config.model, runner.device, runner.dtype, how, how.memory)
         return cls(config, scheduler, runner, observer)
 
     @property

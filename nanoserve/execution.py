@@ -38,3 +38,10 @@ class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
         else:
             parts.append("no graphs")
         return ", ".join(parts)
+
+    @property
+    def memory(self) -> str:
+        """What was counted before the KV pool got its share, and that share."""
+        counted = {"weights": self.weight_bytes, "activations": self.activation_bytes, "graphs": self.graph_bytes}
+        sizes = [f"{name} {size / 2**20:,.1f} MiB" for name, size in counted.items() if size]
+        return ", ".join([*sizes, f"KV pool {self.kv_cache_bytes / 2**20:,.1f} MiB"])

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import sys
 from contextlib import ExitStack
 
 from nanoserve.api.cli_engine import (
@@ -109,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(llm.close)
         server = ApiServer(llm, options)
         listener = Listener(server, sock, config.shutdown_timeout_s)
+
+        info = llm.info
+        print(f"engine: {info.device}, {info.dtype}, {info.execution}; {info.execution.memory}", file=sys.stderr)
 
         def announce() -> None:
             print(f"nanoserve is ready: {server.model_names[0]} at {address_of(sock)}", flush=True)
