@@ -25,7 +25,9 @@ from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphKey, GraphMode
 from nanoserve.input_batch import StepInputs
 from nanoserve.kv_cache import KVCache
+from nanoserve.ops import TritonOps
 from nanoserve.static_inputs import StaticInputs
+from nanoserve.triton_attention import TritonAttention
 
 SIZES = (1, 2, 4, 8, 16, 24)
 CAPTURING = [mode for mode in GraphMode if mode is not GraphMode.NONE]
@@ -62,6 +64,22 @@ def mixed_life(driver: Driver) -> None:
 @pytest.mark.parametrize("law", [mixed_life, resume_with_other_blocks, shared_blocks_in_one_step])
 def test_every_replayed_step_gives_the_text_of_one_pass(model_dir, law, mode):  # noqa: F811
     law(Driver(build_graphs(model_dir, graph_mode=mode)))
+
+
+@pytest.mark.parametrize("mode", ["full", "full_and_piecewise"])
+def test_every_kernel_of_ours_serves_a_whole_model(model_dir, mode):  # noqa: F811
+    """In Triton's interpreter: attention and all element-wise operations, captured and as they are."""
+    kernels = {"attention": TritonAttention, "ops": TritonOps}
+    driver = Driver(build_graphs(model_dir, graph_mode=mode, graph_sizes=(2, 4), max_num_seqs=2, **kernels))
+    driver.add("a", prompt_of(6))
+    driver.add("b", prompt_of(3, 1))
+    driver.step({"a": 6})
+    driver.step({"a": 1, "b": 2})
+    driver.step({"b": 1})
+    driver.step({"a": 1, "b": 1})
+    for name in "ab":
+        driver.finish(name, 3)
+        check_text(driver, name)
 
 
 def test_every_step_says_which_graph_it_replayed(model_dir):  # noqa: F811

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from checkpoints import write_checkpoint
 
 from nanoserve.client import InProcessClient
 from nanoserve.compilation import CompileMode
-from nanoserve.config import SEAMS, EngineConfig
+from nanoserve.config import SEAMS, EngineConfig, get_stage
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphMode
+from nanoserve.input_batch import StepInputs
 from nanoserve.record import ListRecorder
 from nanoserve.request import EngineRequest, SamplingParams
 from nanoserve.runner import EagerRunner
@@ -119,6 +121,42 @@ def check(combination: Combination, compile: str, model: str, expected: dict[str
 @pytest.mark.parametrize("combination", list(covering()), ids=lambda combination: "-".join(map(str, combination)))
 def test_every_pair_of_switches_emits_the_tokens_of_v0(combination, name, models, expected):
     check(combination, "none", models[name], expected[name])
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "seeded": {"temperature": 0.9, "seed": 5},
+    "seeded top-p": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 6},
+    "penalised": {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "bad words": {"temperature": 0, "bad_words_token_ids": [[12], [263, 267], [263]]},
+    "at least": {"temperature": 0, "min_tokens": 5, "stop_token_ids": list(range(600))},
+    "biased": {"temperature": 0, "logit_bias": {9: 4.0, 12: -100}},
+}
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_kind_of_sampling_reads_its_own_output(batch, ahead):
+    """What a draw depends on may be in flight: the last token of a penalised row is waited for."""
+    work = [
+        EngineRequest(
+            id=name,
+            prompt_token_ids=list(range(40 + i, 52 + 2 * i)),
+            params=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params),
+        )
+        for i, (name, params) in enumerate(SAMPLINGS.items())
+    ]
+    plain = EngineConfig(device="cpu", max_model_len=96)
+    alone = {name: tokens for request in work for name, tokens in run(plain, [request])[0].items()}
+    v1 = replace(get_stage("v1"), client=InProcessClient, device="cpu", max_model_len=96, async_scheduling=ahead)
+    assert run(replace(v1, batch=SEAMS["batch"][batch]), work)[0] == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(work)
+
+
+def test_a_token_in_flight_that_is_not_put_in_its_place_is_seen(models, expected, monkeypatch):
+    monkeypatch.setattr(StepInputs, "take_in_flight", lambda self, sampled_ids_S: None)
+    check(("rebuilt", "eager", False, "unified", "shared"), "none", models["llama"], expected["llama"])
+    with pytest.raises(AssertionError):
+        check(("rebuilt", "eager", True, "unified", "shared"), "none", models["llama"], expected["llama"])
 
 
 @pytest.mark.slow
