@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from nanoserve.attention import AttentionBackend, AttentionBatch
     from nanoserve.config import EngineConfig
     from nanoserve.graphs import GraphKey
+    from nanoserve.input_batch import StepInputs
     from nanoserve.model import Attend, Decoder
     from nanoserve.sampler import Sampled
+
+MAX_POOL_BLOCKS = 2**20  # that a pool is sized for by itself: the host keeps a record of each
 
 
 class StepHandle(Protocol):
@@ -180,7 +183,8 @@ class EagerRunner:
 
     def pool_blocks(self, block_size: int) -> int:
         num_bytes = self._kv_cache_bytes or self._platform.kv_cache_bytes(self._reserved_bytes())
-        return num_bytes // (block_size * self.model_config.kv_bytes_per_token(self.torch_dtype))
+        num_blocks = num_bytes // (block_size * self.model_config.kv_bytes_per_token(self.torch_dtype))
+        return min(num_blocks, MAX_POOL_BLOCKS)
 
     def _reserved_bytes(self) -> int:
         """Of the memory that is free now: what must not go to the KV pool."""
@@ -195,9 +199,8 @@ class EagerRunner:
 
     def _use_cache(self, cache: KVCache | None) -> None:
         self._cache = cache
-        if cache is not None:
-            self._attention = StepAttention(self._backend, cache)
-            self._attend = self._attention_of(self._attention)
+        self._attention = StepAttention(self._backend, cache) if cache else None
+        self._attend = self._attention_of(self._attention) if self._attention else None
 
     def _attention_of(self, attend: StepAttention) -> Attend:
         """As the model calls it: compiled code that is not cut at attention takes it for an operator."""
@@ -214,9 +217,7 @@ class EagerRunner:
         start_s = time.perf_counter()
         with torch.inference_mode():
             for num_tokens in (1, min(8, config.budget)):
-                step = padding_inputs(num_tokens).to(self._device)
-                self._attention.batch = step.attention
-                self.model(step.input_ids_T, step.positions_T, self._attend)
+                self._pass(padding_inputs(num_tokens).to(self._device))
         self.execution.compile_s = time.perf_counter() - start_s
 
     @property
@@ -295,10 +296,16 @@ class EagerRunner:
         """One pass for any mix of rows: hidden states [T, E], and which of them sample [S]."""
         step = inputs.to(self._device)
         step.take_in_flight(self._sampled_ids_S)
+        return self._pass(step), step.sampling_index_S
+
+    def _pass(self, step: StepInputs) -> Tensor:
+        assert self._attention is not None, "allocate() first, and launch nothing after close()"
+        assert self._attend is not None
         self._attention.batch = step.attention
-        return self.model(step.input_ids_T, step.positions_T, self._attend), step.sampling_index_S
+        return self.model(step.input_ids_T, step.positions_T, self._attend)
 
     def close(self) -> None:
         if self._queue is not None:
             self._queue.shutdown(wait=True, cancel_futures=True)
-        self._model = self._cache = self._batch = self._last = None
+        self._use_cache(None)
+        self._model = self._batch = self._last = None

@@ -4,8 +4,10 @@ those of one forward pass over its whole text, with neither cache nor batch. No 
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from nanoserve.attention import TorchAttention
 from nanoserve.config import EngineConfig
+from nanoserve.graph_runner import GraphRunner
 from nanoserve.input_batch import InputBatch, RebuiltBatch, RequestRow
 from nanoserve.kv_cache import KVCache
 from nanoserve.persistent_batch import PersistentBatch
@@ -377,6 +380,15 @@ def test_every_closed_runner_stays_closed(model_dir):
     runner.close()
     with pytest.raises(AssertionError, match="after close"):
         runner.launch(StepPlan(1, {}))
+
+
+@pytest.mark.parametrize("cls", [EagerRunner, GraphRunner])
+def test_every_closed_runner_gives_its_memory_back(model_dir, cls):
+    runner = build(model_dir, cls, runner=cls)
+    held = [weakref.ref(runner.cache), weakref.ref(runner.model)]
+    runner.close()
+    gc.collect()  # a model's pieces are its own bound methods
+    assert [ref() for ref in held] == [None, None]
 
 
 # Scores of the prompt

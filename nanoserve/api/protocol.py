@@ -97,7 +97,7 @@ class SamplingBody(Body, kw_only=True):
     ) = None
     logit_bias: dict[str, float] | None = None
     # vLLM's
-    top_k: Annotated[int, _number(-1, 2**31 - 1)] = 0
+    top_k: Annotated[int, _number(-1, 2**63 - 1)] = 0
     min_p: Annotated[float, _number(0, 1)] = 0.0
     repetition_penalty: Annotated[float, _number(exclusiveMinimum=0)] = 1.0
     min_tokens: Annotated[int, _number(0)] = 0
