@@ -469,7 +469,8 @@ class SharedBlocks(PrivateBlocks):
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
         """Hash the blocks that had an unknown id in them when they were allocated, one step ahead."""
-        self._register(request, num_computed_tokens // self.block_size)
+        if (num_full := num_computed_tokens // self.block_size) > request.num_cached_blocks:
+            self._register(request, num_full)
 
     def _hold(self, block: Block) -> None:
         if block.ref == 0:

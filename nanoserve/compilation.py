@@ -15,6 +15,7 @@ import inspect
 import itertools
 import os
 import shutil
+import subprocess
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from nanoserve.model import Attend, Decoder
 
+COMPILER_TIMEOUT_S = 20.0
 COMPILERS = ("g++", "clang++", "c++")
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -60,13 +62,27 @@ def compile_model(model: Decoder, mode: CompileMode) -> None:
 def require_cpp_compiler(mode: CompileMode) -> None:
     """ValueError unless torch's CPU backend has what it needs."""
     given = os.environ.get("CXX")
-    if shutil.which(given) if given else any(map(shutil.which, COMPILERS)):
-        return
-    looked = f"CXX={given!r} is not on PATH" if given else f"none of {', '.join(COMPILERS)} is on PATH"
+    if given and not shutil.which(given):
+        found = f"CXX={given!r} is not a program on PATH"
+    elif given or any(map(shutil.which, COMPILERS)):
+        program = given or next(filter(shutil.which, COMPILERS))
+        if _answers(program):
+            return
+        found = f"{program} does not answer to --version"
+    else:
+        found = f"none of {', '.join(COMPILERS)} is on PATH"
     raise ValueError(
-        f"compile={str(mode)!r} on a CPU needs a C++ compiler, and {looked}; install one (Debian: apt install g++), "
-        "set CXX, or use compile='none'."
+        f"compile={str(mode)!r} on a CPU needs a C++ compiler, and {found}; install one (Debian: apt install g++), "
+        "set CXX to the name of one program, or use compile='none'."
     )
+
+
+def _answers(program: str) -> bool:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, timeout=COMPILER_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and bool(done.stdout.strip())
 
 
 def cache_folder(model: Decoder, mode: CompileMode) -> Path:
@@ -97,6 +113,13 @@ def _keep_results_in(folder: Path) -> None:
     given = os.environ.get(CACHE_VARIABLE)
     if given is None or given == default_cache_dir() or Path(given).parent == folder.parent:
         os.environ[CACHE_VARIABLE] = str(folder)
+    try:
+        Path(os.environ[CACHE_VARIABLE]).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"compiled code cannot be kept in {os.environ[CACHE_VARIABLE]} ({error.strerror}); set {CACHE_VARIABLE} or "
+            "XDG_CACHE_HOME to a folder that can be written, or use compile='none'."
+        ) from None
 
 
 class AttentionOperator:

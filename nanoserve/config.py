@@ -16,6 +16,7 @@ from nanoserve.attention import TorchAttention
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
 from nanoserve.client import CoreProcessClient, InProcessClient, SplitRunnerClient
 from nanoserve.compilation import CompileMode
+from nanoserve.cpu_attention import CpuAttention
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphMode, given_sizes
 from nanoserve.input_batch import RebuiltBatch
@@ -145,8 +146,14 @@ class EngineConfig:
     def _check_graphs(self) -> None:
         if self.graph_mode is not None:
             _one_of("graph_mode", self.graph_mode, tuple(GraphMode))
+        if not isinstance(self.graph_sizes, tuple | None):
+            raise ValueError(f"graph_sizes must be a tuple of sizes in tokens, got {_show(self.graph_sizes)}.")
         for size in self.graph_sizes or ():
             _at_least("graph_sizes", size, 1)
+        if self.graph_sizes and self.graph_mode == GraphMode.NONE:
+            raise ValueError(
+                f"graph_sizes={_show(self.graph_sizes)} means nothing with graph_mode='none'; leave it out."
+            )
         for name in ("graph_mode", "graph_sizes"):
             if getattr(self, name) is not None and not self.runner.captures_graphs:
                 raise ValueError(
@@ -271,7 +278,7 @@ SEAMS: Mapping[str, Mapping[str, type]] = MappingProxyType(
         },
         "blocks": {"private": PrivateBlocks, "v0_cached": V0CachedBlocks, "shared": SharedBlocks},
         "runner": {"eager": EagerRunner, "graph": GraphRunner},
-        "attention": {"torch": TorchAttention, "triton": TritonAttention},
+        "attention": {"torch": TorchAttention, "cpu": CpuAttention, "triton": TritonAttention},
         "ops": {"torch": TorchOps, "triton": TritonOps},
         "batch": {"rebuilt": RebuiltBatch, "persistent": PersistentBatch},
     }

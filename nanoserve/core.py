@@ -23,7 +23,7 @@ import msgspec
 
 from nanoserve.invariants import check_blocks, check_plan, check_queues, check_result
 from nanoserve.messages import SchedulerStats
-from nanoserve.record import JsonlRecorder, Observer, StepRecord, TraceHeader, describe_config
+from nanoserve.record import Input, JsonlRecorder, Observer, StepRecord, TraceHeader, decided, describe_config
 from nanoserve.request import EngineInfo, EngineOutput, EngineRequest, Request, StepCost, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -40,23 +40,29 @@ NUM_RECENT_STEPS = 32  # steps that a crash dump and `recent_steps` go back
 
 @dataclass(slots=True)
 class RecentStep:
-    """A step that is kept for a look back: `end_s` is None while it runs, and for the one that failed."""
+    """A step that is kept for a look back, with all that came to the scheduler around it: `end_s` is None while it
+    runs, and for the one that failed."""
 
     plan: StepPlan
     start_s: float
     launched_s: float
+    ahead: bool = False  # decided before the results of the one before were taken
+    arrivals: list[EngineRequest] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)  # before it was decided, and until the next one is
+    before: list[Input] = field(default_factory=list)
+    meanwhile: list[Input] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)  # admitted again after a preemption
+    evicted: list[int] = field(default_factory=list)
+    news: list[EngineOutput] = field(default_factory=list)
     end_s: float | None = None
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that was launched and whose results were not taken, with what its record will tell of its decision."""
+    """A step that was launched and whose results were not taken."""
 
     recent: RecentStep
     handle: StepHandle
-    resumed: list[str]  # admitted again after a preemption
-    arrivals: list[EngineRequest]
-    aborts: list[str] = field(default_factory=list)  # before it was decided, and until the next one is
 
 
 class EngineCore:
@@ -80,12 +86,15 @@ class EngineCore:
         self.observer = observer
         self.clock = clock
         self._abort_ids: deque[str] = deque()
-        self._arrivals: list[EngineRequest] = []  # since the last launch
-        self._aborted: list[str] = []  # that no step in flight has in its record yet
+        self._arrivals: list[EngineRequest] = []  # that no step has in its record yet
+        self._aborted: list[str] = []  # the same
+        self._inputs: list[Input] = []  # both, and resets, in order, since a step was decided or its tokens taken
         self._recent: deque[RecentStep] = deque(maxlen=NUM_RECENT_STEPS)
         self._in_flight: StepInFlight | None = None  # between two calls of `step`; one step ahead only
         self._at_step = 0  # the one that is being decided, or awaited
         self.num_steps = 0  # decided so far
+        if observer:
+            scheduler.blocks.record_events = True  # type: ignore[attr-defined]  # evictions are on record
 
     @classmethod
     def build(
@@ -115,7 +124,10 @@ class EngineCore:
             )
             scheduler = config.scheduler(config, blocks)
             if observer:
-                observer.on_start(TraceHeader(config=describe_config(config), device=runner.device))
+                header = TraceHeader(
+                    config=describe_config(config), device=runner.device, execution=str(runner.execution)
+                )
+                observer.on_start(header)
         except BaseException:
             runner.close()
             raise
@@ -154,7 +166,7 @@ class EngineCore:
     def utilities(self) -> Mapping[str, Callable[..., Any]]:
         """What a front end may call between two calls of `step`, also while a step is in flight."""
         return {
-            "reset_prefix_cache": self.scheduler.reset_prefix_cache,
+            "reset_prefix_cache": self.reset_prefix_cache,
             "block_map": self.block_map,
             "recent_steps": self.recent_steps,
         }
@@ -172,12 +184,17 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """ValueError if the id is in use."""
         self.scheduler.add(Request.from_engine_request(request, self.config.model_len))
-        if self.observer:
-            self._arrivals.append(request)
+        self._arrivals.append(request)
+        self._inputs.append(Input("add", request.id))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Idempotent; honoured by the step that is awaited, or else by the next call of `step`."""
         self._abort_ids.extend(request_ids)
+
+    def reset_prefix_cache(self, force: bool = False) -> bool:
+        """`BaseScheduler.reset_prefix_cache`, on record."""
+        self._inputs.append(Input("reset", "force" if force else ""))
+        return self.scheduler.reset_prefix_cache(force)
 
     def step(self) -> list[EngineOutput]:
         """News of the requests that have any, from one step; [] when there is none."""
@@ -197,23 +214,25 @@ class EngineCore:
         Mirrors `vllm/v1/engine/core.py: step_with_batch_queue` with a queue of two."""
         before, self._in_flight = self._in_flight, None
         if self.scheduler.can_schedule:
-            self._in_flight = self._launch()
+            self._in_flight = self._launch(ahead=before is not None)
         return self._finish(before) if before else []
 
-    def _launch(self) -> StepInFlight:
+    def _launch(self, ahead: bool = False) -> StepInFlight:
         """Schedule, and hand the plan to the runner."""
         self.num_steps += 1
         self._at_step = self.num_steps
         start_s = self.clock()
         plan = self.scheduler.schedule()
-        recent = RecentStep(plan, start_s, launched_s=self.clock())
+        recent = RecentStep(plan, start_s, self.clock(), ahead, self._arrivals, self._aborted, self._inputs)
+        self._arrivals, self._aborted, self._inputs = [], [], []
         self._recent.append(recent)
+        recent.resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
+        if self.observer:
+            events = self.scheduler.blocks.take_events()
+            recent.evicted = [block_id for event in events if event.kind == "removed" for block_id in event.block_ids]
         if self.config.check_invariants:
             check_plan(plan, self.scheduler)
-        resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
-        arrivals, self._arrivals = self._arrivals, []
-        aborts, self._aborted = self._aborted, []
-        return StepInFlight(recent, self.runner.launch(plan), resumed, arrivals, aborts)
+        return StepInFlight(recent, self.runner.launch(plan))
 
     def _finish(self, step: StepInFlight) -> list[EngineOutput]:
         """Wait for the results, and update."""
@@ -222,9 +241,11 @@ class EngineCore:
         result = step.handle.wait()
         arrived_s = self.clock()
         outputs = self._abort_now()  # before the tokens are taken: an abort wins over a natural end
-        newest = self._in_flight or step
+        newest = (self._in_flight or step).recent
+        newest.arrivals += self._arrivals  # came and went, or no step would have been decided without it
         newest.aborts += self._aborted
-        self._aborted = []
+        step.recent.meanwhile = self._inputs
+        self._arrivals, self._aborted, self._inputs = [], [], []
         if self.config.check_invariants:
             check_result(plan, result, self.scheduler)
         news = self.scheduler.update(plan, result.token_ids)
@@ -232,8 +253,9 @@ class EngineCore:
             news = with_logprobs(news, result)
         if self.config.check_invariants:
             self.check()
+        step.recent.news = news
         if self.observer:
-            self.observer.on_step(self._record(step, news, result.cost, arrived_s))
+            self.observer.on_step(self._record(step.recent, result.cost, arrived_s))
         step.recent.end_s = self.clock()
         return outputs + news
 
@@ -243,6 +265,7 @@ class EngineCore:
         ids = [self._abort_ids.popleft() for _ in range(len(self._abort_ids))]
         alive = self.scheduler.abort(ids)
         self._aborted += alive
+        self._inputs += [Input("abort", request_id) for request_id in alive]
         return [EngineOutput(id=request_id, new_token_ids=[], finish_reason="abort") for request_id in alive]
 
     def check(self) -> None:
@@ -250,33 +273,23 @@ class EngineCore:
         check_queues(self.scheduler)
         check_blocks(self.scheduler.blocks, self.scheduler.requests.values(), self.config.model_len)
 
-    def _record(self, step: StepInFlight, news: list[EngineOutput], cost: StepCost, arrived_s: float) -> StepRecord:
+    def _record(self, recent: RecentStep, cost: StepCost, arrived_s: float) -> StepRecord:
         """One step ahead, the counts at the end are those with the next step decided."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        plan, end_s = step.recent.plan, self.clock()
-        scheduling_s = step.recent.launched_s - step.recent.start_s
-        ends = dict.fromkeys(step.aborts, "abort")
-        ends |= {output.id: output.finish_reason for output in news if output.finish_reason}
+        end_s = self.clock()
+        scheduling_s = recent.launched_s - recent.start_s
         return StepRecord(
-            step=plan.step,
-            start_s=step.recent.start_s,
-            launched_s=step.recent.launched_s,
+            start_s=recent.start_s,
+            launched_s=recent.launched_s,
             end_s=end_s,
-            arrivals=step.arrivals,
-            aborts=step.aborts,
-            num_scheduled_tokens=plan.num_scheduled_tokens,
             budget=self.config.budget,
-            hit_tokens={new.id: new.num_computed_tokens for new in plan.new},
-            resumed=step.resumed,
-            preempted=plan.preempted,
-            left_out=plan.left_out,
-            new_blocks={new.id: new.block_ids for new in plan.new} | plan.new_blocks,
+            **decided(recent.plan),
+            **_around(recent),
+            evicted=recent.evicted,
             num_free_blocks=blocks.num_free_blocks,
             num_used_blocks=blocks.num_blocks - 1 - blocks.num_free_blocks,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
-            sampled={output.id: output.new_token_ids for output in news if output.new_token_ids},
-            finished=ends,
             host_s=scheduling_s + cost.host_s + end_s - arrived_s,
             graph=cost.graph,
             num_padding_tokens=cost.num_padding_tokens,
@@ -287,32 +300,30 @@ class EngineCore:
         but for a plan that was launched behind it. A step that failed before it had a plan is an empty record."""
         path = Path(tempfile.gettempdir()) / f"{CRASH_PREFIX}{os.getpid()}-{self.num_steps}.jsonl"
         recorder = JsonlRecorder(path)
-        recorder.on_start(TraceHeader(config=describe_config(self.config), device=self.runner.device))
+        config, runner = describe_config(self.config), self.runner
+        recorder.on_start(TraceHeader(config=config, device=runner.device, execution=str(runner.execution), crash=True))
         steps = list(self._recent)
         if all(recent.plan.step != self._at_step for recent in steps):
-            now_s = self.clock()
-            steps.append(RecentStep(StepPlan(self._at_step, {}), now_s, now_s))
+            now_s, plan = self.clock(), StepPlan(self._at_step, {})
+            ahead = bool(steps) and steps[-1].end_s is None
+            steps.append(RecentStep(plan, now_s, now_s, ahead, self._arrivals, self._aborted, self._inputs))
         for recent in steps:
             failed = recent.plan.step == self._at_step
-            recorder.on_step(self._recall(recent, "".join(traceback.format_exception(error)) if failed else ""))
+            recorder.on_step(self._recall(recent, "".join(traceback.format_exception(error)) if failed else "", True))
         recorder.close()
         return str(path)
 
-    def _recall(self, recent: RecentStep, error: str = "") -> StepRecord:
-        """What its plan tells of a step."""
-        plan = recent.plan
+    def _recall(self, recent: RecentStep, error: str = "", whole: bool = False) -> StepRecord:
+        """What its plan tells of a step; `whole`: and what came to the scheduler around it."""
         return StepRecord(
-            step=plan.step,
             start_s=recent.start_s,
             launched_s=recent.launched_s,
             end_s=self.clock() if recent.end_s is None else recent.end_s,
-            num_scheduled_tokens=plan.num_scheduled_tokens,
             budget=self.config.budget,
-            hit_tokens={new.id: new.num_computed_tokens for new in plan.new},
-            preempted=plan.preempted,
-            left_out=plan.left_out,
-            new_blocks={new.id: new.block_ids for new in plan.new} | plan.new_blocks,
+            **decided(recent.plan),
+            **(_around(recent) if whole else {}),
             error=error,
+            unfinished=recent.end_s is None,
         )
 
     def recent_steps(self, limit: int = NUM_RECENT_STEPS) -> list[dict[str, Any]]:
@@ -344,6 +355,22 @@ class EngineCore:
         self.runner.close()
         if self.observer:
             self.observer.close()
+
+
+def _around(recent: RecentStep) -> dict[str, Any]:
+    """The fields of a record that tell what came to the scheduler around a step, and what came of it."""
+    ends = dict.fromkeys(recent.aborts, "abort")
+    ends |= {output.id: output.finish_reason for output in recent.news if output.finish_reason}
+    return {
+        "arrivals": recent.arrivals,
+        "aborts": recent.aborts,
+        "ahead": recent.ahead,
+        "before": recent.before if any(i.kind != "add" for i in recent.before) else [],
+        "meanwhile": recent.meanwhile,
+        "resumed": recent.resumed,
+        "sampled": {output.id: output.new_token_ids for output in recent.news if output.new_token_ids},
+        "finished": ends,
+    }
 
 
 def _hash_prefix(block_hash: bytes | int) -> str:

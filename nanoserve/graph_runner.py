@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from nanoserve.graphs import Dispatcher, GraphKey, GraphMode, default_sizes, given_sizes, supported
 from nanoserve.input_batch import HostInputs, StepInputs
 from nanoserve.kv_cache import KVCache
-from nanoserve.runner import EagerRunner, StepAttention
+from nanoserve.runner import EagerRunner
 from nanoserve.static_inputs import StaticActivations, StaticInputs, is_whole, keep
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
 
 Replay = Callable[[StepInputs], None]
+NO_GRAPHS = Dispatcher(GraphMode.NONE, (), 0)
 PROVISIONAL_BLOCKS = 2**31  # a pool that no limit of a config is too large for
 
 
@@ -33,22 +34,24 @@ class GraphRunner(EagerRunner):
     """Captures when the engine is built, the largest size first, all in one memory pool; never afterwards."""
 
     captures_graphs: ClassVar[bool] = True
+    static_inputs: ClassVar[type[StaticInputs]] = StaticInputs
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         asked = GraphMode(config.graph_mode) if config.graph_mode else self._platform.default_graph_mode
         self._config = config
-        self._mode = supported(asked, self._platform.graph_support(type(self._backend)))
+        self._mode = supported(asked, self._platform.graph_support(self._attention.backend))
         self._graphs: dict[GraphKey, Replay] = {}
         self._serves = False
-        self.dispatcher = Dispatcher(GraphMode.NONE, (), 0)
+        self.dispatcher = NO_GRAPHS
 
     def _reserved_bytes(self) -> int:
         """What graphs take, measured: they are captured once with hardly any cache, and dropped."""
         config = replace(self._config, num_blocks=None, watermark=0.0)
         config = config.resolve(model_len=self.model_len, pool_blocks=PROVISIONAL_BLOCKS, device=self.device)
         before = self._platform.free_bytes()
-        self._use_cache(KVCache.build(replace(config, num_blocks=2), self.model_config, self.torch_dtype, self._device))
+        least = replace(config, num_blocks=2, num_swap_blocks=min(config.num_swap_blocks, 1))
+        self._attention.cache = KVCache.build(least, self.model_config, self.torch_dtype, self._device)
         self._capture_all(config)
         self.execution.graph_bytes = max(self._static_bytes, before - self._platform.free_bytes())
         self._drop_graphs()
@@ -58,11 +61,13 @@ class GraphRunner(EagerRunner):
         super().allocate(config)
         start_s = time.perf_counter()
         self._capture_all(config)
-        self._serves = True
         self.execution.capture_s = time.perf_counter() - start_s
+        self._compile_now(config)
+        self._serves = True
         self.execution.graph_bytes = self.execution.graph_bytes or self._static_bytes
 
     def _capture_all(self, config: EngineConfig) -> None:
+        """In inference mode, as the steps are run: compiled code tells its tensors from others."""
         import torch
 
         assert not self._serves, "graphs are captured when the engine is built, never while it serves"
@@ -70,22 +75,39 @@ class GraphRunner(EagerRunner):
         if config.graph_sizes is not None:
             sizes = given_sizes(config.graph_sizes, config.budget)
         self.dispatcher = dispatcher = Dispatcher(self._mode, sizes, config.max_num_seqs)
-        num_tokens = max(dispatcher.sizes, default=0)
-        self._static = StaticInputs(
-            num_tokens=num_tokens,
-            num_rows=max([config.max_num_seqs, *(key.size for key in dispatcher.keys if key.is_uniform)]),
-            num_blocks=-(-config.model_len // config.block_size),
-            device=self._device,
-        )
-        self._activations = StaticActivations(
-            self.model_config, num_tokens=num_tokens, dtype=self.torch_dtype, device=self._device
-        )
         self._capture = self._platform.graph_pool()
         with torch.inference_mode():
+            self._make_static(config)
             self._graphs = {key: self._whole(key) if is_whole(key) else self._pieces(key) for key in dispatcher.keys}
         self.execution.graph_mode = str(self._mode)
         self.execution.graph_kind = self._platform.graph_kind
         self.execution.graph_sizes = list(dispatcher.sizes)
+
+    def _make_static(self, config: EngineConfig) -> None:
+        num_tokens = max(self.dispatcher.sizes, default=0)
+        whole = [key for key in self.dispatcher.keys if is_whole(key)]
+        try:
+            self._static = self.static_inputs(
+                num_tokens=num_tokens,
+                num_rows=max((key.size if key.is_uniform else config.max_num_seqs for key in whole), default=0),
+                num_blocks=-(-config.model_len // config.block_size),
+                device=self._device,
+            )
+            self._activations = StaticActivations(
+                self.model_config, num_tokens=num_tokens, dtype=self.torch_dtype, device=self._device
+            )
+        except RuntimeError as error:  # torch has no narrower one for a CPU
+            raise ValueError(
+                f"graphs of up to {num_tokens} tokens and max_num_seqs={config.max_num_seqs} rows need more memory "
+                f"than {self._device.type} has; lower graph_sizes or max_num_seqs, or use graph_mode='none'."
+            ) from error
+
+    def _warm_up(self, step: StepInputs) -> None:
+        super()._warm_up(step)
+        size = len(step.input_ids_T)
+        for key in {self.dispatcher.dispatch(size, is_uniform) for is_uniform in (True, False)}:
+            if key is not None:
+                self._graphs[key](step)
 
     @property
     def _static_bytes(self) -> int:
@@ -93,8 +115,9 @@ class GraphRunner(EagerRunner):
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
+        self.dispatcher = NO_GRAPHS
         del self._static, self._activations, self._capture
-        self._use_cache(None)
+        self._attention.cache = None
         self._platform.release_memory()
 
     def _whole(self, key: GraphKey) -> Replay:
@@ -103,10 +126,10 @@ class GraphRunner(EagerRunner):
         batch = static.batch(key)
         ids_T, positions_T = static.input_ids_T[:size], static.positions_T[:size]
         hidden_TE = self._activations.hidden_TE[:size]
-        attend = self._attention_of(StepAttention(self._backend, self.cache, batch))
 
         def run() -> None:
-            hidden_TE.copy_(self.model(ids_T, positions_T, attend))
+            self._attention.batch = batch
+            hidden_TE.copy_(self.model(ids_T, positions_T, self._attend))
 
         replay = self._capture(run)
 
@@ -124,7 +147,7 @@ class GraphRunner(EagerRunner):
         ids_T, positions_T = static.input_ids_T[:size], static.positions_T[:size]
         flow = self._activations.view(size)
         attended_THD, hidden_TE = self._activations.attended_THD[:size], self._activations.hidden_TE[:size]
-        attend = StepAttention(self._backend, self.cache)
+        attention = self._attention
 
         def first() -> None:
             keep(flow, pieces.first(ids_T, positions_T))
@@ -139,10 +162,10 @@ class GraphRunner(EagerRunner):
 
         def replay_step(step: StepInputs) -> None:
             static.fill_tokens(step, size)
-            attend.batch = replace(step.attention, slot_mapping_T=static.slot_mapping_T[:size])
+            attention.batch = replace(step.attention, slot_mapping_T=static.slot_mapping_T[:size])
             enter()
             for layer, leave in enumerate(rest):
-                attended_THD.copy_(attend(layer, *flow.qkv))
+                attended_THD.copy_(attention(layer, *flow.qkv))
                 leave()
 
         return replay_step

@@ -13,9 +13,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from nanoserve.allocator import release_freed_memory
 from nanoserve.attention import TorchAttention
 from nanoserve.compilation import CompileMode
+from nanoserve.cpu_attention import CpuAttention
 from nanoserve.graphs import GraphMode, GraphSupport
+from nanoserve.native import reason_not_to_load
 from nanoserve.ops import Ops, TorchOps, TritonOps
 from nanoserve.triton_attention import TritonAttention
 
@@ -84,7 +87,7 @@ class CpuPlatform:
     name: ClassVar[str] = "cpu"
     torch_device: ClassVar[str] = "cpu"
     default_dtype: ClassVar[str] = "float32"  # 16-bit products are slower on most CPUs
-    default_attention: ClassVar[type[AttentionBackend]] = TorchAttention
+    default_attention: ClassVar[type[AttentionBackend]] = CpuAttention
     default_compile: ClassVar[CompileMode] = CompileMode.NONE  # half a minute of compiling, for little
     default_graph_mode: ClassVar[GraphMode] = GraphMode.FULL_AND_PIECEWISE
     graph_kind: ClassVar[str] = "stand-in: the same calls again on static memory"
@@ -114,7 +117,7 @@ class CpuPlatform:
         return available_memory()
 
     def release_memory(self) -> None:
-        """Freed memory has gone back already."""
+        release_freed_memory()
 
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
         return GraphSupport.ALWAYS  # nothing is recorded: a backend may look at the batch each time
@@ -237,8 +240,8 @@ def resolve_platform(device: str) -> Platform:
 def resolve_attention(platform: Platform, asked: type[AttentionBackend] | None) -> tuple[type[AttentionBackend], str]:
     """The backend to use, and why. ValueError for one that does not run there."""
     if asked is None:
-        if platform.default_attention is TritonAttention and not has_triton():
-            return TorchAttention, "triton is not installed"
+        if reason := reason_against(platform.default_attention):
+            return TorchAttention, f"{platform.default_attention.__name__} cannot run: {reason}"
         return platform.default_attention, f"the default on {platform.name}"
     if asked is TritonAttention and not has_triton():
         raise ValueError("attention=TritonAttention needs triton; pip install 'nanoserve[gpu]', or use TorchAttention.")
@@ -247,7 +250,32 @@ def resolve_attention(platform: Platform, asked: type[AttentionBackend] | None) 
             f"attention={asked.__name__} runs on {' and '.join(asked.platforms)}, not on {platform.name}; leave it out "
             f"for {platform.default_attention.__name__}."
         )
+    if reason := reason_against(asked):
+        raise ValueError(
+            f"attention={asked.__name__} cannot run: {reason}; install a C++ compiler (Debian: apt install g++), set "
+            "CXX, or use TorchAttention."
+        )
     return asked, "asked for"
+
+
+def reason_against(attention: type[AttentionBackend]) -> str | None:
+    """What this machine lacks for it; None: nothing, and what it needs has been compiled."""
+    if attention is TritonAttention and not has_triton():
+        return "triton is not installed"
+    return reason_not_to_load("attention") if attention is CpuAttention else None
+
+
+def resolve_ops(platform: Platform, asked: type[Ops] | None, *, is_compiled: bool) -> type[Ops]:
+    """The operations to use. ValueError for kernels that do not run there."""
+    if asked is TritonOps and not has_triton():
+        raise ValueError("ops=TritonOps needs triton; pip install 'nanoserve[gpu]', or use TorchOps.")
+    if asked is TritonOps and platform.name not in TritonAttention.platforms and not interprets_triton():
+        raise ValueError(
+            f"ops=TritonOps runs on {' and '.join(TritonAttention.platforms)}, not on {platform.name}; leave it out."
+        )
+    if asked is TritonOps and is_compiled and interprets_triton():
+        raise ValueError("ops=TritonOps cannot be compiled while kernels are interpreted; use compile='none'.")
+    return asked or platform.default_ops(is_compiled=is_compiled)
 
 
 def has_triton() -> bool:

@@ -2,7 +2,8 @@
 
 The engine calls an optional `Observer`; it does not know what the observer does with a record. A file starts
 with a `TraceHeader` line, then one `StepRecord` line a step, so that a truncated file keeps whatever was whole.
-Everything a scheduler decided on (arrivals, aborts) and everything it decided is in there: a run can be replayed.
+Everything a scheduler decided on (arrivals, aborts) and everything it decided is in there: a run can be replayed
+(tests/test_replay.py). docs/trace-format.md describes every field.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from nanoserve.request import EngineRequest, Reason
+from nanoserve.request import EngineRequest, Reason, StepPlan
 
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,16 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: int = TRACE_VERSION
     config: dict[str, str | int | float | bool | None] = {}
     device: str = ""
+    execution: str = ""  # how the runner executes, and what getting ready took
+    crash: bool = False  # the last steps of an engine that died, from plans alone: no counts at the end of a step
+
+
+class Input(msgspec.Struct, frozen=True, array_like=True):
+    """What came to the scheduler between two decisions: `add` or `abort` of a request, `reset` of the prefix cache
+    (`id`: "force", or "")."""
+
+    kind: str
+    id: str = ""
 
 
 class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -39,13 +50,19 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     end_s: float  # the sampled tokens were there and update() had run
     arrivals: list[EngineRequest] = []  # added since the step before
     aborts: list[str] = []  # asked for since the step before, or while this step ran
+    ahead: bool = False  # decided before the tokens of the step before it were taken
+    before: list[Input] = []  # that came before it was decided, in order; left out where they are the arrivals
+    meanwhile: list[Input] = []  # that came then, before its tokens were taken
     num_scheduled_tokens: dict[str, int] = {}
     budget: int = 0
     hit_tokens: dict[str, int] = {}  # of requests admitted in this step: tokens found in the cache, or swapped in
     resumed: list[str] = []  # admitted again after a preemption
     preempted: list[str] = []
     left_out: dict[str, Reason] = {}
-    new_blocks: dict[str, list[int]] = {}  # blocks added to each table
+    new_blocks: dict[str, list[int]] = {}  # blocks added to each table; the whole table of who was admitted
+    replaced_blocks: dict[str, list[tuple[int, int]]] = {}  # (index, id): table entries that changed
+    evicted: list[int] = []  # blocks that lost their hash: handed out again, or not written after all
+    copies: list[tuple[int, int]] = []  # blocks (from, to) that were swapped
     num_free_blocks: int = 0  # after the step
     num_used_blocks: int = 0
     num_running: int = 0
@@ -56,6 +73,21 @@ class StepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     graph: str = ""  # the one that was replayed
     num_padding_tokens: int = 0
     error: str = ""  # of a step that failed; only in a crash dump
+    unfinished: bool = False  # its tokens were never taken; only in a crash dump
+
+
+def decided(plan: StepPlan) -> dict[str, Any]:
+    """The fields of a record that a plan tells: all but what became of it."""
+    return {
+        "step": plan.step,
+        "num_scheduled_tokens": plan.num_scheduled_tokens,
+        "hit_tokens": {new.id: new.num_computed_tokens for new in plan.new},
+        "preempted": plan.preempted,
+        "left_out": plan.left_out,
+        "new_blocks": {new.id: new.block_ids for new in plan.new} | plan.new_blocks,
+        "replaced_blocks": plan.replaced_blocks,
+        "copies": plan.copies,
+    }
 
 
 class Observer(Protocol):
@@ -123,11 +155,13 @@ def describe_config(config: EngineConfig) -> dict[str, str | int | float | bool 
 
 
 class TraceError(ValueError):
-    """A trace file that cannot be read. `records` holds whatever was whole before the fault."""
+    """A trace file that cannot be read. `records` holds whatever was whole before the fault; `header` is None when
+    not even that was."""
 
-    def __init__(self, message: str, records: list[StepRecord]) -> None:
+    def __init__(self, message: str, records: list[StepRecord], header: TraceHeader | None = None) -> None:
         super().__init__(message)
         self.records = records
+        self.header = header
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[TraceHeader, list[StepRecord]]:
@@ -147,5 +181,5 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[TraceHeader, list[StepReco
         try:
             records.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{path}, line {number}: not a step record ({error}).", records) from None
+            raise TraceError(f"{path}, line {number}: not a step record ({error}).", records, header) from None
     return header, records

@@ -129,6 +129,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         def in_range(name: str, low: float, high: float, limit: str) -> None:
             value = getattr(self, name)  # nan and the infinities fail the comparison too
             _require(_is_number(value) and low <= value <= high, name, value, f"a number {limit}")
+            if not isinstance(value, float):  # a large integer is not a number that travels
+                self._set(**{name: float(value)})
 
         _require(_is_count(self.n, 1) and self.n <= MAX_N, "n", self.n, f"an integer >= 1 and <= {MAX_N}")
         in_range("temperature", 0, 2, "in [0, 2]")

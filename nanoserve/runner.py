@@ -16,7 +16,7 @@ from nanoserve.compilation import CompileMode
 from nanoserve.execution import Execution
 from nanoserve.input_batch import HostInputs, InputBatch, padding_inputs
 from nanoserve.kv_cache import KVCache
-from nanoserve.platforms import resolve_attention, resolve_platform
+from nanoserve.platforms import resolve_attention, resolve_ops, resolve_platform
 from nanoserve.prompt_scores import PromptScores
 from nanoserve.request import StepCost, StepPlan, StepResult, TokenLogprobs
 
@@ -117,17 +117,19 @@ class LaunchedStep:
 class StepAttention:
     """What the layers of a forward pass call. One object for all steps, so that compiled code knows it again."""
 
-    def __init__(self, backend: AttentionBackend, cache: KVCache, batch: AttentionBatch | None = None) -> None:
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = type(backend)
         self._backend = backend
-        self._cache = cache
-        self.batch = batch  # of the step that runs
+        self.cache: KVCache | None = None
+        self.batch: AttentionBatch | None = None  # of the step that runs
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
         """Everyone's keys and values are stored before anyone attends, so that a row may read blocks which another row
         of the same step fills."""
+        assert self.cache is not None, "allocate() first, and launch nothing after close()"
         assert self.batch is not None, "which step?"
-        self._backend.store(k_TKD, v_TKD, self._cache, layer, self.batch.slot_mapping_T)
-        return self._backend.attend(q_THD, self._cache, layer, self.batch)
+        self._backend.store(k_TKD, v_TKD, self.cache, layer, self.batch.slot_mapping_T)
+        return self._backend.attend(q_THD, self.cache, layer, self.batch)
 
 
 class EagerRunner:
@@ -138,13 +140,17 @@ class EagerRunner:
     def __init__(self, config: EngineConfig) -> None:
         import torch
 
-        from nanoserve.compilation import compile_model
+        from nanoserve.allocator import keep_freed_memory
+        from nanoserve.compilation import AttentionOperator, compile_model
+        from nanoserve.packed_linear import pack_linears
         from nanoserve.weights import load_model
 
+        keep_freed_memory()
         self._platform = platform = resolve_platform(config.device)
         self._device = platform.device
         attention, why = resolve_attention(platform, config.attention)
         mode = CompileMode(config.compile or platform.default_compile)
+        ops = resolve_ops(platform, config.ops, is_compiled=mode is not CompileMode.NONE)
         self._model: Decoder | None = load_model(
             config.model,
             dtype=platform.default_dtype if config.dtype == "auto" else config.dtype,
@@ -152,13 +158,18 @@ class EagerRunner:
             load_format=config.load_format,
             seed=config.seed,
         )
-        self._model.ops = (config.ops or platform.default_ops(is_compiled=mode is not CompileMode.NONE))()
+        self._model.ops = ops()
         compile_model(self._model, mode)
+        if mode is CompileMode.NONE:
+            pack_linears(self._model)
         self._compile_mode = mode
         self._kv_cache_bytes = config.kv_cache_memory_bytes
-        self._backend = attention()
+        self._attention = StepAttention(attention())
+        # As the model calls it: compiled code that is not cut at attention takes it for an operator.
+        self._attend: Attend = self._attention
+        if mode is CompileMode.MODEL:
+            self._attend = AttentionOperator(self._attention)
         self._generator = torch.Generator(self._device).manual_seed(config.seed)
-        self._use_cache(None)
         self._batch: InputBatch | None = None
         self._scores = PromptScores()
         self._last: LaunchedStep | None = None
@@ -174,7 +185,7 @@ class EagerRunner:
         self.vocab_size = self.model_config.vocab_size
         self.execution = Execution(
             attention=f"{attention.__name__} ({why})",
-            ops=type(self._model.ops).__name__,
+            ops=ops.__name__,
             batch=config.batch.__name__,
             compile=str(mode),
             num_threads=num_threads,
@@ -191,22 +202,10 @@ class EagerRunner:
         return 0
 
     def allocate(self, config: EngineConfig) -> None:
-        cache = KVCache.build(config, self.model_config, self.torch_dtype, self._device)
-        self._use_cache(cache)
+        self._attention.cache = cache = KVCache.build(config, self.model_config, self.torch_dtype, self._device)
         self._batch = config.batch(config, vocab_size=self.vocab_size, device=self._device)
         self.execution.kv_cache_bytes = cache.num_bytes
         self._compile_now(config)
-
-    def _use_cache(self, cache: KVCache | None) -> None:
-        self._cache = cache
-        self._attention = StepAttention(self._backend, cache) if cache else None
-        self._attend = self._attention_of(self._attention) if self._attention else None
-
-    def _attention_of(self, attend: StepAttention) -> Attend:
-        """As the model calls it: compiled code that is not cut at attention takes it for an operator."""
-        from nanoserve.compilation import AttentionOperator
-
-        return AttentionOperator(attend) if self._compile_mode is CompileMode.MODEL else attend
 
     def _compile_now(self, config: EngineConfig) -> None:
         """Before the first request rather than under it: steps of padding alone, for each kind of code there is."""
@@ -217,13 +216,17 @@ class EagerRunner:
         start_s = time.perf_counter()
         with torch.inference_mode():
             for num_tokens in (1, min(8, config.budget)):
-                self._pass(padding_inputs(num_tokens).to(self._device))
-        self.execution.compile_s = time.perf_counter() - start_s
+                self._warm_up(padding_inputs(num_tokens).to(self._device))
+        self.execution.compile_s += time.perf_counter() - start_s
+
+    def _warm_up(self, step: StepInputs) -> None:
+        """Every way to run such a step."""
+        self._pass(step)
 
     @property
     def cache(self) -> KVCache:
-        assert self._cache is not None, "allocate() first, and launch nothing after close()"
-        return self._cache
+        assert self._attention.cache is not None, "allocate() first, and launch nothing after close()"
+        return self._attention.cache
 
     @property
     def batch(self) -> InputBatch:
@@ -299,13 +302,10 @@ class EagerRunner:
         return self._pass(step), step.sampling_index_S
 
     def _pass(self, step: StepInputs) -> Tensor:
-        assert self._attention is not None, "allocate() first, and launch nothing after close()"
-        assert self._attend is not None
         self._attention.batch = step.attention
         return self.model(step.input_ids_T, step.positions_T, self._attend)
 
     def close(self) -> None:
         if self._queue is not None:
             self._queue.shutdown(wait=True, cancel_futures=True)
-        self._use_cache(None)
-        self._model = self._batch = self._last = None
+        self._model = self._batch = self._last = self._attention.cache = None

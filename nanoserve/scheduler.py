@@ -347,6 +347,8 @@ class BaseScheduler:
         return Share(request, request.num_computed_tokens, samples, request.num_preemptions)
 
     def _explain(self, draft: Draft) -> None:
+        if len(draft.tokens) == len(self.running) and not self.waiting and not self.swapped:
+            return  # everyone got something
         preemption = Reason("preemption_this_step")
         out_of_budget = preemption if draft.preempted and draft.budget > 0 else Reason("budget")
         for request in self.running:
@@ -385,14 +387,15 @@ class BaseScheduler:
         )
 
     def _stop_status(self, request: Request, token_id: int) -> Status | None:
-        params, num_outputs = request.params, request.num_output_tokens
+        params, num_tokens = request.params, len(request.token_ids)
+        num_outputs = num_tokens - request.num_prompt_tokens
         if num_outputs >= params.min_tokens:
             if token_id == request.eos_token_id and not params.ignore_eos:
                 return Status.FINISHED_STOPPED
             if token_id in params.stop_token_ids:
                 request.stop_reason = token_id
                 return Status.FINISHED_STOPPED
-        if request.num_tokens >= self.max_model_len or num_outputs >= request.max_tokens:
+        if num_tokens >= self.max_model_len or num_outputs >= request.max_tokens:
             return Status.FINISHED_LENGTH
         return None
 

@@ -6,6 +6,7 @@ The cache starts as NaN, and tables are shuffled: whatever a backend reads beyon
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import nanoserve.attention as attention
 from nanoserve.attention import PADDED_NUMBERS, AttentionBackend, AttentionBatch, TorchAttention, padded_groups
+from nanoserve.cpu_attention import CpuAttention
 from nanoserve.runner import KVCache
 from nanoserve.triton_attention import TritonAttention
 
@@ -25,9 +27,12 @@ MIXED_ROWS = [(5, 5), (1, 9), (1, 1), (3, 20), (1, 70), (16, 16), (7, 260), (1, 
 
 # Of the matrix of (kv heads, group), head dim and block size, Triton's interpreter, 10 ms a program, gets a part here;
 # test_kernels.py has the edges of its own.
-MATRIX = [(TorchAttention, *shape) for shape in product([(4, 1), (2, 2), (1, 4)], [16, 64, 80], [1, 3, 16, 256])]
-MATRIX += [(TritonAttention, *shape) for shape in [((2, 2), 16, 16), ((1, 4), 80, 3), ((1, 1), 64, 256)]]
-BACKENDS = [TorchAttention, TritonAttention]
+SHAPES = list(product([(4, 1), (2, 2), (1, 4)], [16, 64, 80], [1, 3, 16, 256]))
+compiled = partial(pytest.param, marks=pytest.mark.needs_cxx)
+MATRIX = [pytest.param(TorchAttention, *shape) for shape in SHAPES]
+MATRIX += [compiled(CpuAttention, *shape) for shape in [*SHAPES, ((3, 5), 1, 16), ((1, 71), 20, 7), ((2, 9), 33, 128)]]
+MATRIX += [pytest.param(TritonAttention, *shape) for shape in [((2, 2), 16, 16), ((1, 4), 80, 3), ((1, 1), 64, 256)]]
+BACKENDS = [TorchAttention, compiled(CpuAttention), TritonAttention]
 
 Rows = list[tuple[int, int]]
 
@@ -131,15 +136,16 @@ def test_every_mix_of_rows_equals_the_definition(backend, heads, head_dim, block
     check_definition(backend(), case)
 
 
+@pytest.mark.parametrize("backend", [TorchAttention, compiled(CpuAttention)])
 @settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=12),
     block_size=st.sampled_from([1, 2, 7, 16]),
     seed=st.integers(0, 99),
 )
-def test_every_random_mix_equals_the_definition(rows, block_size, seed):
+def test_every_random_mix_equals_the_definition(backend, rows, block_size, seed):
     rows = [(n, past + n) for n, past in rows]
-    check_definition(TorchAttention(), Case(rows, block_size=block_size, seed=seed))
+    check_definition(backend(), Case(rows, block_size=block_size, seed=seed))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,24 +196,32 @@ def test_every_padding_row_is_harmless(backend):
     assert out[4:].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_offset_into_the_cache_is_64_bit(backend):
-    case = Case([(3, 7), (1, 5)], num_kv_heads=1, head_dim=64, block_size=256, dtype=torch.float16)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (TorchAttention, torch.float16),
+        compiled(CpuAttention, torch.float32),
+        (TritonAttention, torch.float16),
+    ],
+)
+def test_every_offset_into_the_cache_is_64_bit(backend, dtype):
+    layer = 0 if dtype is torch.float32 else LAYER
+    case = Case([(3, 7), (1, 5)], num_kv_heads=1, head_dim=64, block_size=256, dtype=dtype)
     case.cache = KVCache(
-        num_layers=2,
+        num_layers=layer + 1,
         num_blocks=2**31 // (256 * 64) + 10,  # uninitialised: only what is written is committed
         num_kv_heads=1,
         block_size=256,
         head_dim=64,
-        dtype=torch.float16,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
     case.tables = [[case.cache.num_blocks - 1], [case.cache.num_blocks - 3]]
     slots = torch.tensor(case.slots(0, 0, 7))
     assert (slots * 64 > 2**31).all()
-    backend().store(case.k[0], case.v[0], case.cache, LAYER, slots)
-    backend().store(case.k[1], case.v[1], case.cache, LAYER, torch.tensor(case.slots(1, 0, 5)))
-    out = backend().attend(torch.cat(case.q), case.cache, LAYER, case.batch())
+    backend().store(case.k[0], case.v[0], case.cache, layer, slots)
+    backend().store(case.k[1], case.v[1], case.cache, layer, torch.tensor(case.slots(1, 0, 5)))
+    out = backend().attend(torch.cat(case.q), case.cache, layer, case.batch())
     expected = torch.cat((case.expected(0), case.expected(1)))
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
 
@@ -218,6 +232,7 @@ def test_every_offset_into_the_cache_is_64_bit(backend):
     [
         (TorchAttention, torch.float16, 4e-3),
         (TorchAttention, torch.bfloat16, 3e-2),
+        compiled(CpuAttention, torch.bfloat16, 3e-2),
         (TritonAttention, torch.float16, 4e-3),
     ],
 )

@@ -17,11 +17,12 @@ from test_runner import (
     model_dir,  # noqa: F401  (a fixture)
     prompt_of,
 )
+from torch._dynamo.utils import counters
 
 from nanoserve.compilation import AttentionOperator, CompileMode, cache_folder, compile_model
 from nanoserve.weights import load_model
 
-MODES = [CompileMode.LAYERS, CompileMode.MODEL]
+MODES = [CompileMode.LAYERS, pytest.param(CompileMode.MODEL, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,6 +37,7 @@ def test_every_compiled_model_gives_the_text_of_one_pass(model_dir, mode):  # no
     runner = build_graphs(model_dir, compile=mode)
     assert runner.execution.compile == mode
     assert runner.execution.compile_s > 0
+    compiled = dict(counters["stats"])
     driver = Driver(runner)
     driver.add("a", prompt_of(11))
     driver.add("b", prompt_of(40, 1))
@@ -45,6 +47,7 @@ def test_every_compiled_model_gives_the_text_of_one_pass(model_dir, mode):  # no
     driver.finish("a", 5)
     driver.finish("b", 4)
     assert driver.step({"a": 1, "b": 1}).cost.graph == "full decode 2"
+    assert dict(counters["stats"]) == compiled, "code was compiled under a request"
     check_text(driver, "a")
     check_text(driver, "b")
 
@@ -55,8 +58,17 @@ def test_a_compile_mode_without_a_compiler_is_refused(model_dir, monkeypatch):  
     with pytest.raises(ValueError, match=r"compile='layers' on a CPU needs a C\+\+ compiler, and none of"):
         build(model_dir, compile="layers")
     monkeypatch.setenv("CXX", "my-compiler")
-    with pytest.raises(ValueError, match="CXX='my-compiler' is not on PATH"):
+    with pytest.raises(ValueError, match="CXX='my-compiler' is not a program on PATH"):
         build(model_dir, compile="model")
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(ValueError, match="/bin/false does not answer to --version"):
+        build(model_dir, compile="model")
+
+
+def test_a_cache_that_cannot_be_written_is_refused(model_dir, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/nowhere")
+    with pytest.raises(ValueError, match=r"compiled code cannot be kept in /proc/nowhere .*; set TORCHINDUCTOR_CACHE"):
+        build(model_dir, compile="layers")
 
 
 def test_every_cache_belongs_to_one_model_one_mode_and_one_code(tmp_path, monkeypatch):

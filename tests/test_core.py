@@ -208,7 +208,9 @@ def test_the_records_tell_the_whole_run():
         max_num_batched_tokens=16,
     )
     core.clock = Clock()
-    assert recorder.header == TraceHeader(config=recorder.header.config, device="cpu")
+    assert recorder.header == TraceHeader(
+        config=recorder.header.config, device="cpu", execution=recorder.header.execution
+    )
     assert recorder.header.config["scheduler"] == "UnifiedScheduler"
     requests = [engine_request(request_id, [*range(8), ord(request_id)], max_tokens=9) for request_id in "abc"]
     core.add(requests[0]), core.add(requests[1])

@@ -103,7 +103,7 @@ def test_every_graph_is_captured_before_the_first_step(model_dir):  # noqa: F811
     assert runner.execution.capture_s > 0
     config = EngineConfig(model=model_dir, runner=GraphRunner, max_model_len="auto", num_blocks=9)
     with pytest.raises(AssertionError, match="never while it serves"):
-        runner._capture_all(config)
+        runner._capture_all(config.resolve(model_len=256, pool_blocks=9, device="cpu"))
 
 
 def test_every_graph_is_paid_for_before_the_pool(model_dir):  # noqa: F811

@@ -8,6 +8,7 @@ import torch
 from nanoserve import platforms
 from nanoserve.attention import TorchAttention
 from nanoserve.compilation import CompileMode
+from nanoserve.cpu_attention import CpuAttention
 from nanoserve.graphs import GraphMode, GraphSupport
 from nanoserve.ops import TorchOps
 from nanoserve.platforms import (
@@ -59,7 +60,7 @@ def test_every_absent_gpu_is_refused_with_what_is_there(monkeypatch):
 def test_every_platform_answers_the_same_questions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
     for platform, device, dtype, attention, compile in (
-        (CpuPlatform(), "cpu", "float32", TorchAttention, CompileMode.NONE),
+        (CpuPlatform(), "cpu", "float32", CpuAttention, CompileMode.NONE),
         (CudaPlatform(), "cuda", "auto", TritonAttention, CompileMode.LAYERS),
         (RocmPlatform(), "cuda", "auto", TritonAttention, CompileMode.LAYERS),
     ):
@@ -78,14 +79,19 @@ def test_every_platform_answers_the_same_questions(monkeypatch):
 
 def test_every_choice_of_attention_says_why(monkeypatch):
     cpu, gpu = CpuPlatform(), CudaPlatform()
-    assert resolve_attention(cpu, None) == (TorchAttention, "the default on cpu")
+    with monkeypatch.context() as patch:  # what tests/test_native.py finds out
+        patch.setattr(platforms, "reason_not_to_load", lambda name: None)
+        assert resolve_attention(cpu, None) == (CpuAttention, "the default on cpu")
+        assert resolve_attention(cpu, CpuAttention) == (CpuAttention, "asked for")
+        with pytest.raises(ValueError, match="attention=CpuAttention runs on cpu, not on cuda; leave it out"):
+            resolve_attention(gpu, CpuAttention)
     assert resolve_attention(gpu, TorchAttention) == (TorchAttention, "asked for")
     assert resolve_attention(gpu, None) == (TritonAttention, "the default on cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="attention=TritonAttention runs on cuda and rocm, not on cpu; leave it out"):
         resolve_attention(cpu, TritonAttention)
     monkeypatch.setattr(platforms, "has_triton", lambda: False)
-    assert resolve_attention(gpu, None) == (TorchAttention, "triton is not installed")
+    assert resolve_attention(gpu, None) == (TorchAttention, "TritonAttention cannot run: triton is not installed")
     with pytest.raises(ValueError, match="needs triton; pip install"):
         resolve_attention(gpu, TritonAttention)
 

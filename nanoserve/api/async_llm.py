@@ -218,6 +218,11 @@ class AsyncLLM:
         return self._client.info
 
     @property
+    def is_dead(self) -> bool:
+        """Whether the engine ended by itself."""
+        return self._death is not None
+
+    @property
     def stats(self) -> SchedulerStats:
         """As of the last news from the engine."""
         return self._client.stats

@@ -48,6 +48,12 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "bench": Command("nanoserve.lab.bench", "one load on a running server or on an engine"),
         "doctor": Command("nanoserve.api.cli_doctor", "device, versions, memory, and what was left over"),
         "ladder": Command("nanoserve.lab.ladder", "the stages from v0 to v1 on the same loads, side by side"),
+        "trace": Command("nanoserve.lab.cli_trace", "a recorded run as one HTML timeline, or two on one time axis"),
+        "replay": Command("nanoserve.lab.cli_replay", "decide a recorded run again, and compare every step"),
+        "simulate": Command("nanoserve.lab.simulate", "the schedulers on a virtual clock, on GPUs that are not here"),
+        "calibrate": Command("nanoserve.lab.calibrate", "fit the costs of a step to a recorded run, for simulate"),
+        "grade": Command("nanoserve.lab.grade", "a scheduler or block manager of yours against the laws"),
+        "lessons": Command("nanoserve.api.cli_lessons", "the course, in JupyterLab, on a copy that is yours"),
     }
 )
 

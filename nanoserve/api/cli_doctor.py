@@ -68,6 +68,7 @@ def describe(checkup: Checkup) -> Iterator[str]:
         yield row("device", f"{device.name}: {device.why}")
         yield row("dtype", device.dtype)
         yield row("attention", f"{device.attention}: {device.attention_why}")
+        yield row("stage v1 runs with", device.execution)
     if checkup.memory is not None:
         yield f"memory, for {checkup.memory.model}"
         yield from (row(label, value) for label, value in _memory_rows(checkup.memory))

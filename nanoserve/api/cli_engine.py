@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -71,7 +72,10 @@ def _api_key(text: str) -> str:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(parse_size(size) for size in text.split(","))
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isascii() and size.isdigit() and len(size) < 19 for size in sizes):
+        raise ValueError(f"{text!r} is not a list of sizes in tokens; write it like 1,2,4,8.")
+    return tuple(map(int, sizes))
 
 
 size_argument = as_argument(parse_size)
@@ -106,10 +110,9 @@ def add_engine_arguments(
 
 
 def _add_execution_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--compile", choices=tuple(CompileMode), help="torch.compile; default: the stage's")
-    group.add_argument(
-        "--graph-mode", choices=tuple(GraphMode), help="what --runner graph captures; default: by device"
-    )
+    compiled, captured = [str(mode) for mode in CompileMode], [str(mode) for mode in GraphMode]
+    group.add_argument("--compile", choices=compiled, help="torch.compile; default: the stage's")
+    group.add_argument("--graph-mode", choices=captured, help="what --runner graph captures; default: by device")
     group.add_argument("--graph-sizes", type=sizes_argument, metavar="N,N,...", help="tokens; default: vLLM's sizes")
     group.add_argument("--enforce-eager", action="store_true", default=None, help="--runner eager --compile none")
     group.add_argument(
@@ -165,6 +168,12 @@ def config_from_args(args: argparse.Namespace) -> EngineConfig:
         if name in given:
             fields[name] = given[name]
     return engine_config(stage=given.get("stage"), **fields)
+
+
+def announce_compiling(config: EngineConfig) -> None:
+    """One line on stderr before a start that takes long."""
+    if config.compile not in (None, CompileMode.NONE):
+        print(f"compiling ({config.compile}): up to a minute the first time, then from the cache", file=sys.stderr)
 
 
 @contextmanager

@@ -14,7 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.api.cli_engine import add_engine_arguments, config_from_args, open_recorder, size_argument
+from nanoserve.api.cli_engine import (
+    add_engine_arguments,
+    announce_compiling,
+    config_from_args,
+    open_recorder,
+    size_argument,
+)
 from nanoserve.api.cli_output import Tally, print_json, print_text
 from nanoserve.request import OutputKind, SamplingParams
 
@@ -83,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompts = read_prompts(args)
     config = config_from_args(args)
+    announce_compiling(config)
 
     from nanoserve.api.llm import LLM  # brings torch
 

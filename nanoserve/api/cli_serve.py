@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from nanoserve.api.cli_engine import (
     add_engine_arguments,
+    announce_compiling,
     api_key_argument,
     as_argument,
     config_from_args,
@@ -24,6 +25,7 @@ from nanoserve.api.cli_engine import (
 )
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+ENGINE_DIED = 1  # exit code
 DEFAULT_MAX_REQUEST_BYTES = 8 * 2**20
 
 
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if not all(name.strip() for name in args.served_model_name or ()):
         raise ValueError("--served-model-name is empty; leave it out, or give a name.")
     config = config_from_args(args)
+    announce_compiling(config)
     try:
         from nanoserve.api.listen import Listener, address_of, bind
         from nanoserve.api.server import ApiServer, ServerOptions
@@ -118,4 +121,4 @@ def run(args: argparse.Namespace) -> int:
             print(f"nanoserve is ready: {server.model_names[0]} at {address_of(sock)}", flush=True)
 
         asyncio.run(listener.run(announce))
-    return 0
+        return ENGINE_DIED if llm.is_dead else 0

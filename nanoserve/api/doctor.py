@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from nanoserve import __version__
 from nanoserve.api.leftovers import Leftovers, find_leftovers, remove_leftovers
+from nanoserve.compilation import CompileMode
 from nanoserve.config import DEFAULT_MODEL, SEAMS, EngineConfig
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Device:
     dtype: str  # what dtype="auto" becomes for the model
     attention: str
     attention_why: str
+    execution: str  # what the last stage makes of the device, where it leaves the choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def _look_at_machine(checkup: Checkup, config: EngineConfig) -> None:
 
 
 def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple[Device, Memory]:
-    from nanoserve.platforms import resolve_attention
+    from nanoserve.platforms import reason_against, resolve_attention
     from nanoserve.weights import resolve_dtype
 
     wanted = platform.default_dtype if config.dtype == "auto" else config.dtype
@@ -188,13 +190,20 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
     num_blocks = kv_pool // (config.block_size * kv_per_token)
     num_tokens = max(num_blocks - 1, 0) * config.block_size  # one is the null block
     backend, why = resolve_attention(platform, config.attention)
-    others = [name for name, cls in SEAMS["attention"].items() if cls is not backend and platform.name in cls.platforms]
+    others = [
+        name
+        for name, cls in SEAMS["attention"].items()
+        if cls is not backend and platform.name in cls.platforms and not reason_against(cls)
+    ]
+    ops = platform.default_ops(is_compiled=platform.default_compile is not CompileMode.NONE)
     device = Device(
         name=_device_name(platform),
         why=_device_why(config.device, platform),
         dtype=str(dtype).removeprefix("torch."),
         attention=backend.__name__,
         attention_why=why + (f"; --attention offers {', '.join(others)} as well" if others else ", the only one here"),
+        execution=f"ops {ops.__name__}, compile {platform.default_compile}, graphs {platform.default_graph_mode} "
+        f"({platform.graph_kind})",
     )
     memory = Memory(
         model=config.model,

@@ -36,7 +36,10 @@ def engine_config(*, stage: str | None = None, config: EngineConfig | None = Non
     _check_names(changes)
     if (caching := changes.pop("enable_prefix_caching", None)) is not None:
         changes["blocks"] = _blocks_for(caching, changes.get("blocks"))
-    if changes.pop("enforce_eager", None):
+    eager = changes.pop("enforce_eager", False)
+    if not isinstance(eager, bool):
+        raise ValueError(f"enforce_eager must be True or False, got {eager!r}.")
+    if eager:
         changes |= _eager(changes)
     _check_seams(changes)
     return replace(base, **changes)
@@ -77,8 +80,7 @@ def _eager(given: Mapping[str, Any]) -> dict[str, Any]:
     meant = {"runner": EagerRunner, "compile": "none", "graph_mode": None, "graph_sizes": None}
     for name, value in meant.items():
         if given.get(name, value) != value:
-            shown = value.__name__ if isinstance(value, type) else value
-            raise ValueError(f"enforce_eager=True means {name}={shown}, but {name} was given too; give one of the two.")
+            raise ValueError(f"enforce_eager=True leaves no room for {name}, which was given too; give one of the two.")
     return meant
 
 

@@ -221,8 +221,10 @@ def _is_our_file(path: Path) -> bool:
 
 def _error(dump: Path) -> str:
     try:
-        last = msgspec.json.decode(dump.read_bytes().splitlines()[-1], type=StepRecord)
-        line = last.error.strip().splitlines()[-1]
+        lines = reversed(dump.read_bytes().splitlines()[1:])  # a plan that was launched ahead may stand behind it
+        records = (msgspec.json.decode(line, type=StepRecord) for line in lines)
+        failed = next(record for record in records if record.error)
+        line = failed.error.strip().splitlines()[-1]
         return line if len(line) <= MAX_ERROR else f"{line[:MAX_ERROR]}..."
-    except (OSError, IndexError, msgspec.MsgspecError):
+    except (OSError, IndexError, StopIteration, msgspec.MsgspecError):
         return "it cannot be read"

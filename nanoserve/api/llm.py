@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
@@ -62,6 +64,8 @@ class LLM:
         self._request_ids = map(str, itertools.count())
         self._routes: dict[str, tuple[Generation, dict[str, Generation]]] = {}  # live id -> whose, and whose news
         self._aborting: set[str] = set()  # asked for, not yet confirmed
+        self._users = Counter[int]()  # open generations of each thread
+        self._users_lock = threading.Lock()
         self._closed = False
 
     def generate(
@@ -202,6 +206,7 @@ class LLM:
         return [done[generation.request_id] for generation in generations]
 
     def _run(self, generations: list[Generation]) -> Generator[RequestOutput]:
+        thread = self._enter()
         news: dict[str, Generation] = {}
         unfinished = {generation.request_id for generation in generations}
         try:
@@ -217,7 +222,27 @@ class LLM:
                         unfinished -= {output.request_id} if output.finished else set()
                         yield output
         finally:
-            self._abort(request.id for generation in generations for request in generation.requests)
+            try:
+                self._abort(request.id for generation in generations for request in generation.requests)
+            finally:
+                self._leave(thread)
+
+    def _enter(self) -> int:
+        """One thread at a time: two that poll would take each other's news. RuntimeError for the second."""
+        thread = threading.get_ident()
+        with self._users_lock:
+            if self._users and thread not in self._users:
+                raise RuntimeError(
+                    "another thread is generating with this LLM, which serves one at a time; wait for it, or use "
+                    "AsyncLLM, which batches the requests of many."
+                )
+            self._users[thread] += 1
+        return thread
+
+    def _leave(self, thread: int) -> None:
+        with self._users_lock:
+            self._users[thread] -= 1
+            self._users += Counter()  # drops those at 0
 
     def _submit(self, request: EngineRequest, generation: Generation, news: dict[str, Generation]) -> None:
         try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nanoserve import __version__
-from nanoserve.api.cli_engine import config_from_args
+from nanoserve.api.cli_engine import announce_compiling, config_from_args
 from nanoserve.lab import bench_options
 from nanoserve.lab.arrivals import BenchRequest, LoadSpec, draw_requests, parse_lengths
 from nanoserve.lab.async_load import LoadResult, Outcome, Target, run_load
@@ -84,6 +84,7 @@ def _bench_url(args: argparse.Namespace) -> BenchReport:
 
 def _bench_engine(args: argparse.Namespace) -> BenchReport:
     config = config_from_args(args)
+    announce_compiling(config)
     from nanoserve.checkpoint import read_model_config
 
     vocab_size = read_model_config(config.model).vocab_size

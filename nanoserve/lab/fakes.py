@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from nanoserve.execution import Execution
 from nanoserve.request import NewRequest, StepPlan, StepResult
@@ -71,7 +71,7 @@ class DigestStep:
 class DigestRunner:
     """Speaks `Runner`; a plan runs when its result is waited for. Counts the tokens it computed in `num_tokens`."""
 
-    captures_graphs = False
+    captures_graphs: ClassVar[bool] = False
     execution = Execution()
     device = "cpu"
     dtype = "digest"
@@ -162,7 +162,7 @@ class NullRunner:
     """Speaks `Runner` and computes nothing: every row that has caught up gets token 1. What a step then costs is
     everything but the model. As a model would, it lets go of the interpreter lock once a step."""
 
-    captures_graphs = False
+    captures_graphs: ClassVar[bool] = False
     execution = Execution()
     device = "cpu"
     dtype = "null"

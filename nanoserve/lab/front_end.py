@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from nanoserve.client import EngineDeadError
 from nanoserve.lab.arrivals import BenchRequest, Lengths, LoadSpec, PromptSource, Uniform, draw_requests
 from nanoserve.lab.front_end_processes import LoadEnd, LoadStart, ServerReady, ServerStart, load_main, server_main
-from nanoserve.lab.metrics import Spread, request_times
+from nanoserve.lab.metrics import Spread, request_times, step_times
 from nanoserve.process import ChildDiedError, ChildProcess
 from nanoserve.record import StepRecord, read_trace
 
@@ -161,7 +161,7 @@ def run_front_end(
     gaps_s = step_gaps(records)
     metrics = FrontEndMetrics(
         gap_s=Spread.of(gaps_s),
-        step_s=Spread.of(record.end_s - record.start_s for record in records),
+        step_s=Spread.of(step_times(records)),
         health_s=Spread.of(health_s),
         output_tokens_per_s=end.metrics.output_tokens_per_s,
         num_steps=len(records),
@@ -175,7 +175,7 @@ def run_front_end(
 
 def step_gaps(records: Sequence[StepRecord]) -> list[float]:
     """From the end of each step to the start of the next, in seconds, where requests were left that wait for it."""
-    return [b.start_s - a.end_s for a, b in pairwise(records) if a.num_running + a.num_waiting > 0]
+    return [max(0.0, b.start_s - a.end_s) for a, b in pairwise(records) if a.num_running + a.num_waiting > 0]
 
 
 def tokens_by_prompt(records: Sequence[StepRecord]) -> dict[str, list[int]]:

@@ -59,6 +59,8 @@ def drive(
 
     `clock` is the one that the engine stamps its records with. Raises RuntimeError when a request ends early.
     """
+    if any(arrival.follows for arrival in workload.arrivals):
+        raise ValueError(f"load {workload.name} has turns that wait for others; run it with `nanoserve simulate`.")
     load = _Load(workload)
     started_s = clock()
     while load.pending or load.active:

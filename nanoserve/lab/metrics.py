@@ -153,7 +153,8 @@ def spans(records: Iterable[StepRecord]) -> Iterator[Span]:
         for r in record.arrivals:
             live[r.id] = _Live(len(r.prompt_token_ids), r.arrival_s)
         for request_id in record.preempted:
-            live[request_id].preempted = True
+            if request := live.get(request_id):  # else its last token was in flight
+                request.preempted = True
         for request_id, request in live.items():
             yield _span(record, request_id, request)
         for request_id, token_ids in record.sampled.items():
@@ -205,7 +206,7 @@ class RunMetrics:
     groups: dict[str, GroupMetrics]  # by label; "all" is every request
     duration_s: float  # from the first arrival to the end of the last step
     num_steps: int
-    step_s: Spread | None  # schedule() called -> update() done
+    step_s: Spread | None  # schedule() called, or the step before done -> update() done
     output_tokens: int
     output_tokens_per_s: float
     prompt_tokens: int  # asked for
@@ -235,7 +236,7 @@ def measure(records: Sequence[StepRecord], groups: Mapping[str, str] | None = No
         groups={label: GroupMetrics.of(members) for label, members in by_group.items()},
         duration_s=duration_s,
         num_steps=sum(bool(record.num_scheduled_tokens) for record in records),
-        step_s=Spread.of(record.end_s - record.start_s for record in records if record.num_scheduled_tokens),
+        step_s=Spread.of(step_times(records)),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / duration_s if duration_s > 0 else 0.0,
         prompt_tokens=sum(r.num_prompt_tokens for r in requests.values()),
@@ -245,6 +246,14 @@ def measure(records: Sequence[StepRecord], groups: Mapping[str, str] | None = No
         host_s=Spread.of(record.host_s for record in records if record.host_s),
         padding_share=num_padding / (num_tokens + num_padding) if num_padding else 0.0,
     )
+
+
+def step_times(records: Sequence[StepRecord]) -> list[float]:
+    """How long each step kept the engine: from its start, or from the end of the one before where that is later. One
+    step ahead, a step is decided while another still runs."""
+    ends = [-math.inf, *(record.end_s for record in records)]
+    pairs = zip(records, ends, strict=False)
+    return [r.end_s - max(r.start_s, before_s) for r, before_s in pairs if r.num_scheduled_tokens]
 
 
 def median_of(runs: Sequence[T]) -> T:

@@ -3,13 +3,14 @@
 An arrival is due at a time, or once a group of requests has come so far (`Progress`): so a prompt lands among
 decodes on a fast machine as on a slow one. End of sequence is ignored, so lengths are exact, and sampling is
 greedy, so every engine must answer with the same tokens. Prompts are story text in the model's own tokens
-(`story_tokens`), or ids drawn from the vocabulary for a model without a tokenizer (`random_tokens`).
+(`story_tokens`), ids drawn from the vocabulary for a model without a tokenizer (`random_tokens`), or runs of ids for
+a simulator, which looks at lengths and equal beginnings alone (prompts.py; the library of them is scenarios.py).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nanoserve.lab.stories import story
@@ -28,18 +29,22 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request: due `at_s` seconds after the start and, where given, not before `after` is reached."""
+    """One request: due `at_s` seconds after the start and, where given, not before `after` is reached. With `follows`
+    it is the next turn of a session: due `at_s` seconds after that request has ended (simulator only)."""
 
     id: str
     group: str
-    prompt_token_ids: list[int] = field(repr=False)
+    prompt_token_ids: Sequence[int] = field(repr=False)
     max_tokens: int
     at_s: float = 0.0
     after: Progress | None = None
+    follows: str = ""
 
     def request(self, arrival_s: float) -> EngineRequest:
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True)
-        return EngineRequest(id=self.id, prompt_token_ids=self.prompt_token_ids, params=params, arrival_s=arrival_s)
+        return EngineRequest(
+            id=self.id, prompt_token_ids=list(self.prompt_token_ids), params=params, arrival_s=arrival_s
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,7 @@ class Workload:
     name: str
     claim: str  # what the load tests, in one sentence
     watched: str  # the group whose token gaps matter
-    headlines: tuple[str, ...]  # keys of `ladder_report.Row`: the figures that should move, or pay for it
+    headlines: tuple[str, ...] = ()  # keys of `ladder_report.Row`: the figures that should move, or pay for it
     seed: int
     parameters: Mapping[str, int]
     arrivals: list[Arrival] = field(repr=False)
@@ -58,9 +63,18 @@ class Workload:
         shortest: dict[str, int] = {}
         for a in self.arrivals:
             shortest[a.group] = min(a.max_tokens, shortest.get(a.group, a.max_tokens))
-        if len({a.id for a in self.arrivals}) != len(self.arrivals):
-            raise ValueError(f"workload {self.name}: two arrivals share an id; ids must be unique.")
+        seen: set[str] = set()
         for a in self.arrivals:
+            if a.id in seen:
+                raise ValueError(f"workload {self.name}: two arrivals share the id {a.id!r}; ids must be unique.")
+            if a.follows and a.follows not in seen:
+                raise ValueError(
+                    f"workload {self.name}: {a.id} follows {a.follows!r}, which does not come before it; "
+                    "list the turns of a session in order."
+                )
+            if a.follows and a.after:
+                raise ValueError(f"workload {self.name}: {a.id} has `follows` and `after`; give one of the two.")
+            seen.add(a.id)
             if a.after and a.after.num_tokens > shortest.get(a.after.group, 0):
                 raise ValueError(
                     f"workload {self.name}: {a.id} waits for {a.after.num_tokens} tokens of every "

@@ -1,0 +1,257 @@
+"""The parts of a CPU step by themselves, and the step they make: attention, products, decode by batch, and the floor.
+
+    python benchmarks/micro.py [--only attention linear step] [--rounds 7] [--threads 1]
+        [--out benchmarks/results/micro.json]
+
+Attention by batch and context, each backend; the products of one pass by rows, in each layout; a whole decode step
+before and after each lever, from plain torch on. What is compared takes turns within a round; figures are medians over
+the rounds. The floor of a step is what its products need at the machine's best rate or its weights at its reading rate,
+whichever takes longer, and its keys and values at the latter. With one thread times are CPU time of that thread: what
+else runs on the machine is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from nanoserve.attention import AttentionBackend, AttentionBatch, TorchAttention
+from nanoserve.cpu_attention import CpuAttention
+from nanoserve.kv_cache import KVCache
+from nanoserve.machine import describe_machine
+from nanoserve.model import Decoder, Linear
+from nanoserve.packed_linear import PackedLinear, lay_by_columns, pack_linears
+from nanoserve.weights import load_model
+
+BLOCK_SIZE = 16
+LEAST_S = 0.03  # that a figure of one round is measured for
+QWEN3_30M = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+ATTENTION_CASES: Mapping[str, list[tuple[int, int]]] = {  # (queries, keys) of each row
+    **{f"{n} decodes, {keys} keys": [(1, keys)] * n for n in (1, 8, 32) for keys in (128, 1024)},
+    "8 decodes, 64-1024 keys": [(1, n) for n in (64, 130, 256, 384, 512, 700, 900, 1024)],
+    "prompt of 256": [(256, 256)],
+    "chunk of 256, 1024 keys": [(256, 1024)],
+    "chunk of 512, 2048 keys": [(512, 2048)],
+    "chunk of 256 and 8 decodes, 512 keys": [(256, 512)] + [(1, 512)] * 8,
+}
+HEADS = 16, 8  # of queries, of keys
+STEP_CASES = {"nanostory": [(1, 256), (8, 256), (64, 256)], "qwen3-30m": [(1, 512), (8, 512), (32, 256)]}
+
+
+@dataclass(frozen=True)
+class Rates:
+    gemm_gflops: float
+    read_gb_per_s: float
+
+    def floor_ms(self, model: Decoder, rows: int, keys: int) -> float:
+        config = model.config
+        matrices = sum(linear.weight.numel() for linear in linears_of(model))
+        products_s = max(2 * rows * matrices / self.gemm_gflops, 4 * matrices / self.read_gb_per_s) / 1e9
+        return 1e3 * (products_s + rows * keys * config.kv_bytes_per_token(torch.float32) / self.read_gb_per_s / 1e9)
+
+
+def clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def take_turns(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
+    """Milliseconds a call: the median over the rounds of each form's mean. The first round warms up."""
+    rounds: dict[str, list[float]] = {name: [] for name in forms}
+    now = clock()
+    for _ in range(1 + num_rounds):
+        for name, form in forms.items():
+            count, start_s = 0, now()
+            while (spent_s := now() - start_s) < LEAST_S or count < 2:
+                form()
+                count += 1
+            rounds[name].append(1e3 * spent_s / count)
+    return {name: statistics.median(times[1:]) for name, times in rounds.items()}
+
+
+def measure_rates() -> Rates:
+    """The best of some tries: what the machine can do when it is let."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    numbers = torch.zeros(2**26)
+    best, now = {"gemm": float("inf"), "read": float("inf")}, clock()
+    for _ in range(12):
+        for name, form in (("gemm", lambda: a @ b), ("read", numbers.sum)):
+            start_s = now()
+            form()
+            best[name] = min(best[name], now() - start_s)
+    return Rates(2 * 1024**3 / best["gemm"] / 1e9, 4 * 2**26 / best["read"] / 1e9)
+
+
+def make_batch(rows: list[tuple[int, int]]) -> tuple[AttentionBatch, int]:
+    """Each row has blocks of its own, shuffled; and how many blocks there are."""
+    sizes = [-(-keys // BLOCK_SIZE) for _, keys in rows]
+    tables = [ids.tolist() for ids in torch.randperm(sum(sizes)).split(sizes)]
+    starts, slots = [0], []
+    for (n, keys), table in zip(rows, tables, strict=True):
+        starts.append(starts[-1] + n)
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(keys - n, keys)]
+    seq_lens = [keys for _, keys in rows]
+    padded = torch.tensor([table + [0] * (max(sizes) - len(table)) for table in tables])
+    tensors = torch.tensor(starts), torch.tensor(seq_lens), padded, torch.tensor(slots)
+    return AttentionBatch(*tensors, query_starts=starts, seq_lens=seq_lens), sum(sizes)
+
+
+def make_cache(num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int) -> KVCache:
+    cache = KVCache(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        num_kv_heads=num_kv_heads,
+        block_size=BLOCK_SIZE,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    cache.blocks.normal_()
+    return cache
+
+
+def measure_attention(num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
+    num_heads, num_kv_heads = HEADS
+    for head_dim in (64, 128):
+        for case, rows in ATTENTION_CASES.items():
+            batch, num_blocks = make_batch(rows)
+            cache = make_cache(1, num_blocks, num_kv_heads, head_dim)
+            q_THD = torch.randn(batch.query_starts[-1], num_heads, head_dim)
+            attends = {type(backend).__name__: backend.attend for backend in (TorchAttention(), CpuAttention())}
+            forms = {name: partial(attend, q_THD, cache, 0, batch) for name, attend in attends.items()}
+            yield f"{case}, head dim {head_dim}", take_turns(forms, num_rounds)
+
+
+def linears_of(model: Decoder) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def run_all(linears: list[Linear], inputs: list[Tensor]) -> None:
+    for linear, x_TI in zip(linears, inputs, strict=True):
+        linear(x_TI)
+
+
+def measure_linears(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
+    for name, path in models.items():
+        plain, by_columns = load_model(path, load_format="dummy"), load_model(path, load_format="dummy")
+        for linear in linears_of(by_columns):
+            lay_by_columns(linear)
+        layouts = {
+            "F.linear": linears_of(plain),
+            "by columns": linears_of(by_columns),
+            "oneDNN": [PackedLinear(linear) for linear in linears_of(plain)],
+        }
+        for rows in (1, 2, 8, 32, 64, 512):
+            inputs = [torch.randn(rows, linear.weight.shape[1]) for linear in linears_of(plain)]
+
+            forms = {layout: partial(run_all, linears, inputs) for layout, linears in layouts.items()}
+            yield f"{name}, {rows} rows", take_turns(forms, num_rounds)
+
+
+def decode_step(model: Decoder, backend: AttentionBackend, num_rows: int, num_keys: int) -> Callable[[], Tensor]:
+    """The model, from token ids to the greedy next ones: no scheduler, no inputs to be made."""
+    config = model.config
+    batch, num_blocks = make_batch([(1, num_keys)] * num_rows)
+    cache = make_cache(config.num_layers, num_blocks, config.num_kv_heads, config.head_dim)
+    ids_T, positions_T = torch.arange(num_rows), torch.full((num_rows,), num_keys - 1)
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
+        backend.store(k_TKD, v_TKD, cache, layer, batch.slot_mapping_T)
+        return backend.attend(q_THD, cache, layer, batch)
+
+    return lambda: model.logits(model(ids_T, positions_T, attend)).argmax(dim=-1)
+
+
+def measure_steps(
+    models: Mapping[str, Path | str], rates: Rates, num_rounds: int
+) -> Iterable[tuple[str, dict[str, float]]]:
+    for name, path in models.items():
+        plain, changed = load_model(path, load_format="dummy"), load_model(path, load_format="dummy")
+        pack_linears(changed)
+        for num_rows, num_keys in STEP_CASES[name]:
+            forms = {
+                "plain": decode_step(plain, TorchAttention(), num_rows, num_keys),
+                "+ attention in C++": decode_step(plain, CpuAttention(), num_rows, num_keys),
+                "+ packed products": decode_step(changed, CpuAttention(), num_rows, num_keys),
+            }
+            times = take_turns(forms, num_rounds)
+            yield (
+                f"{name}, {num_rows} rows of {num_keys} keys",
+                times | {"floor": rates.floor_ms(plain, num_rows, num_keys)},
+            )
+
+
+def show(title: str, found: Iterable[tuple[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """A line each as it is measured, with the ratio to the first column."""
+    points: dict[str, dict[str, float]] = {}
+    for case, times in found:
+        if not points:
+            print(f"\n| {title}, ms | " + " | ".join(times) + " |\n|---" + "|---" * len(times) + "|")
+        first = next(iter(times.values()))
+        print(f"| {case} | " + " | ".join(f"{ms:.3f} x{ms / first:.2f}" for ms in times.values()) + " |", flush=True)
+        points[case] = times
+    return points
+
+
+def main() -> None:
+    parts = ("attention", "linear", "step")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "micro.json")
+    args = parser.parse_args()
+    machine = describe_machine()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_30M))
+        models = {"nanostory": "nanostory", "qwen3-30m": Path(folder)}
+        rates = measure_rates()
+        print(f"products {rates.gemm_gflops:.0f} GFLOP/s, reading {rates.read_gb_per_s:.1f} GB/s, one minute's load "
+              f"{machine.load_average_1m}, {args.threads} threads")  # fmt: skip
+        measures: dict[str, Callable[[], Iterable[tuple[str, dict[str, float]]]]] = {
+            "attention": lambda: measure_attention(args.rounds),
+            "linear": lambda: measure_linears(models, args.rounds),
+            "step": lambda: measure_steps(models, rates, args.rounds),
+        }
+        found = {part: show(part, measures[part]()) for part in args.only}
+    result = {
+        "what": "milliseconds of attention, of a pass's products and of a decode step, by how they are computed",
+        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "machine": msgspec.to_builtins(machine),
+        "threads": args.threads,
+        "rates": asdict(rates),
+        "found": found,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The attention backend of a CPU: one call of compiled C++ to store, one to attend, for any mix of rows, in float32.
+
+Unlike `TorchAttention` it reads keys where they lie, through the block table, and copies none. It looks only at the
+batch's tensors, so that a graph's static memory serves it as well. native/attention.cpp has the arithmetic and
+native.py gets it compiled. Imports torch inside functions. Laws: tests/test_attention.py, where every backend has the
+same ones, and tests/test_cpu_attention.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, ClassVar
+
+from nanoserve.attention import TorchAttention
+from nanoserve.graphs import GraphSupport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanoserve.attention import AttentionBatch
+    from nanoserve.kv_cache import KVCache
+
+
+class Arguments(ctypes.Structure):
+    """`Batch` of attention.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "query_starts", "seq_lens", "table")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "block", "head", "table_row", "threads")),
+    )
+
+
+class CpuAttention:
+    """A cache of another dtype than float32 goes to `TorchAttention`. Raises native.BuildError without a compiler.
+
+    A row's result does not depend on what else is in the batch, nor on the number of threads, to the last bit.
+    """
+
+    platforms: ClassVar[tuple[str, ...]] = ("cpu",)
+    graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
+
+    def __init__(self) -> None:
+        import torch
+
+        from nanoserve.native import load
+
+        library = load("attention")
+        self._store, self._attend = library.store, library.attend
+        self._store.restype = self._attend.restype = None
+        self._store.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 8
+        self._attend.argtypes = [ctypes.POINTER(Arguments)]
+        self._num_threads = torch.get_num_threads
+        self._dtype = torch.float32
+        self._others = TorchAttention()
+
+    def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
+        if kv_cache.blocks.dtype is not self._dtype:
+            return self._others.store(k_TKD, v_TKD, kv_cache, layer, slot_mapping_T)
+        k_TKD, v_TKD, slots_T = _packed(k_TKD), _packed(v_TKD), slot_mapping_T.contiguous()
+        keys, values, _ = _places(kv_cache, layer)
+        _, num_heads, head_dim = k_TKD.shape
+        self._store(
+            k_TKD.data_ptr(),
+            v_TKD.data_ptr(),
+            keys,
+            values,
+            slots_T.data_ptr(),
+            len(slots_T),
+            num_heads,
+            head_dim,
+            kv_cache.block_size,
+            *k_TKD.stride()[:2],
+            *v_TKD.stride()[:2],
+        )
+
+    def attend(self, q_THD: Tensor, kv_cache: KVCache, layer: int, batch: AttentionBatch) -> Tensor:
+        if kv_cache.blocks.dtype is not self._dtype:
+            return self._others.attend(q_THD, kv_cache, layer, batch)
+        out_THD = q_THD.new_zeros(q_THD.shape)
+        q_THD, table_RB = _packed(q_THD), _packed(batch.block_table_RB)
+        starts_R1, seq_lens_R = batch.query_start_loc_R1.contiguous(), batch.seq_lens_R.contiguous()
+        keys, values, (block_stride, head_stride) = _places(kv_cache, layer)
+        _, num_heads, head_dim = q_THD.shape
+        q_token, q_head, _ = q_THD.stride()
+        self._attend(
+            Arguments(
+                q_THD.data_ptr(),
+                keys,
+                values,
+                out_THD.data_ptr(),
+                starts_R1.data_ptr(),
+                seq_lens_R.data_ptr(),
+                table_RB.data_ptr(),
+                len(seq_lens_R),
+                num_heads,
+                kv_cache.blocks.shape[3],
+                head_dim,
+                kv_cache.block_size,
+                q_token,
+                q_head,
+                block_stride,
+                head_stride,
+                table_RB.stride(0),
+                self._num_threads(),
+            )
+        )
+        return out_THD
+
+
+def _packed(x: Tensor) -> Tensor:
+    """With the numbers of its last axis side by side, which is all that the code asks for."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _places(kv_cache: KVCache, layer: int) -> tuple[int, int, tuple[int, int]]:
+    """Addresses of a layer's keys and values, and how many numbers lie between its blocks, and between their heads."""
+    blocks = kv_cache.blocks
+    layer_stride, kind_stride, block_stride, head_stride, _, _ = blocks.stride()
+    keys = blocks.data_ptr() + 4 * layer * layer_stride
+    return keys, keys + 4 * kind_stride, (block_stride, head_stride)

@@ -1,0 +1,137 @@
+"""The pictures that only lessons draw: a knob and its price, and the map of the KV blocks.
+
+Colours, captions and titles are those of charts.py. A figure takes what was measured or simulated, and a `Setting`
+that its title names. Laws: tests/test_lessons.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanoserve.lab.charts import OTHER_LOOK, Look, Setting, _figure, _finish, _plain, look_of
+from nanoserve.lab.metrics import Spread, request_times
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from nanoserve.lab.block_history import BlockMap
+    from nanoserve.record import StepRecord
+
+PREFIX_COLOURS = ("#3fa9c9", "#e0b83c", "#a8323e", "#2a8a4a", "#8e6bbf", "#b5440d", "#7fb7e0")
+OWN, EMPTY = "#bdbdbd", "#f4f4f4"
+COLUMNS = 16  # blocks in a row of the map
+
+
+class KnobPoint(NamedTuple):
+    """One setting of the knob; milliseconds."""
+
+    itl_p50_ms: float
+    itl_max_ms: float
+    ttft_ms: float
+
+
+def itl_strip(
+    runs: Mapping[str, Sequence[StepRecord]], groups: Mapping[str, str], watched: str, setting: Setting
+) -> Figure:
+    """`charts.itl_strip` for runs that need not be stages; of P50, P99 and max, those at one place share a label."""
+    figure = _figure(height=1.6 + 0.8 * len(runs))
+    ax = figure.add_subplot()
+    longest = {}
+    for row, (name, records) in enumerate(runs.items()):
+        times = request_times(records).values()
+        gaps_ms = [gap * 1e3 for r in times if groups.get(r.id) == watched for gap in r.itl_s]
+        longest[name] = max(gaps_ms)
+        _draw_gaps(ax, row, gaps_ms, look_of(name))
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(_plain)
+    ax.set_yticks(range(len(runs)), labels=list(runs))
+    ax.set_ylim(len(runs) - 0.5, -0.8)
+    ax.margins(x=0.1)
+    ax.set_xlabel(f"gap between two tokens of a {watched} request (ms, log scale)")
+    ax.grid(axis="x", alpha=0.3)
+    told = ", ".join(f"{name} {gap:,.0f} ms" for name, gap in longest.items())
+    return _finish(figure, setting, "Inter-token latency", f"The last mark of a row is its longest gap: {told}.")
+
+
+def _draw_gaps(ax: Axes, row: int, gaps_ms: Sequence[float], look: Look) -> None:
+    spread = Spread.of(gaps_ms)
+    assert spread is not None, "there is no gap to draw"
+    jitter = [((i * 0.618034) % 1 - 0.5) * 0.5 for i in range(len(gaps_ms))]  # evenly spread, the same every time
+    places = [row + j for j in jitter]
+    ax.scatter(gaps_ms, places, s=9, marker=look.marker, color=look.colour, alpha=0.35, linewidths=look is OTHER_LOOK)
+    labels: dict[str, float] = {}
+    for name, value in (("P50", spread.p50), ("P99", spread.p99), ("max", spread.max)):
+        before = next((known for known, there in labels.items() if value < 1.3 * there), "")
+        labels.pop(before, None)
+        labels[f"{before}, {name}" if before else name] = value
+    ax.vlines(list(labels.values()), row - 0.34, row + 0.34, color="black", linewidth=1.2)
+    for name, value in labels.items():
+        text = f"{name} {value:,.{2 if value < 10 else 1}f}"
+        ax.annotate(text, (value, row - 0.36), ha="center", va="bottom", fontsize=8)
+
+
+def chunk_tradeoff(points: Mapping[int, KnobPoint], setting: Setting) -> Figure:
+    """Over the token budget: gaps of who decodes (left), first token of the long prompt (right)."""
+    figure = _figure(height=3.6)
+    gaps, first = figure.subplots(1, 2)
+    budgets, look = list(points), look_of("chunked")
+    gaps.plot(budgets, [p.itl_max_ms for p in points.values()], color=look.colour, marker="s", label="longest gap")
+    gaps.plot(budgets, [p.itl_p50_ms for p in points.values()], color="#7fb7e0", marker="o", ls=":", label="P50")
+    gaps.set_ylabel("gap between two tokens (ms)")
+    gaps.legend(frameon=False)
+    first.plot(budgets, [p.ttft_ms for p in points.values()], color="#b5440d", marker="D")
+    first.set_ylabel("TTFT of the long prompt, P50 (ms)")
+    first.set_ylim(bottom=0)
+    for ax in (gaps, first):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(budgets, labels=[str(budget) for budget in budgets], fontsize=8)
+        ax.set_xlabel("max_num_batched_tokens")
+        ax.grid(alpha=0.3)
+    gaps.set_yscale("log")
+    gaps.yaxis.set_major_formatter(_plain)
+    small, large = points[min(points)], points[max(points)]
+    caption = (
+        f"From {min(points)} to {max(points)} tokens a step the longest gap goes from {small.itl_max_ms:,.0f} to "
+        f"{large.itl_max_ms:,.0f} ms, the long prompt's first token from {small.ttft_ms:,.0f} to {large.ttft_ms:,.0f}."
+    )
+    return _finish(figure, setting, "The chunk size is a knob", caption)
+
+
+def block_map(maps: Mapping[str, BlockMap], num_blocks: int, setting: Setting) -> Figure:
+    """A panel a run, a square a block: coloured by the prefix that it holds, labelled with how many tables hold it."""
+    rows = -(-num_blocks // COLUMNS)
+    figure = _figure(height=1.3 + len(maps) * (0.35 + 0.3 * rows))
+    axes = figure.subplots(len(maps), 1, squeeze=False)[:, 0]
+    for ax, (stage, blocks) in zip(axes, maps.items(), strict=True):
+        _draw_map(ax, blocks, num_blocks)
+        ax.set_ylabel(stage, color=look_of(stage).colour, fontweight="bold")
+    held = ", ".join(f"{stage} {len(blocks.refs)}" for stage, blocks in maps.items())
+    caption = (
+        "A square is a block: coloured where others begin with the same text, grey where not; its number: the tables "
+        f"that it is in; '-': none, but still cached. Blocks held: {held}."
+    )
+    return _finish(figure, setting, f"The KV blocks in step {next(iter(maps.values())).step}", caption)
+
+
+def _draw_map(ax: Axes, blocks: BlockMap, num_blocks: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    for block_id in range(1, num_blocks):
+        row, column = divmod(block_id, COLUMNS)
+        refs, cached = blocks.refs.get(block_id, 0), bool(blocks.cached and block_id in blocks.cached)
+        colour = _colour(blocks.content.get(block_id, 0)) if refs or cached else EMPTY
+        ax.add_patch(Rectangle((column, row), 0.92, 0.92, facecolor=colour, alpha=1 if refs else 0.45))
+        label = str(refs) if refs else "-" if cached else ""
+        ax.text(column + 0.46, row + 0.5, label, ha="center", va="center", fontsize=7)
+    ax.set_xlim(0, COLUMNS)
+    ax.set_ylim(-(-num_blocks // COLUMNS), 0)
+    ax.set_xticks([])
+    ax.set_yticks([])
+
+
+def _colour(content: int) -> str:
+    """`Prefixes.content`: odd where others begin alike, by group from 1 on."""
+    group, is_common = divmod(content, 2)
+    return PREFIX_COLOURS[(group - 1) % len(PREFIX_COLOURS)] if is_common else OWN

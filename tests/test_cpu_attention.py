@@ -1,0 +1,200 @@
+"""Laws of the C++ backend beyond the matrix that every backend has (test_attention.py): views, threads, bits, and the
+tokens of whole engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_attention import LAYER, Case, check_definition
+from test_modes import AHEAD, EXECUTION, requests, run
+
+from nanoserve.attention import TorchAttention
+from nanoserve.config import SEAMS, EngineConfig, get_stage
+from nanoserve.cpu_attention import CpuAttention
+
+pytestmark = pytest.mark.needs_cxx
+CHUNK = 64  # keys that attention.cpp looks at together
+TILE = 32  # (query, head) pairs that it treats together, at most
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 300)), min_size=1, max_size=4),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 9)),
+    head_dim=st.integers(1, 70),
+    block_size=st.integers(1, 256),
+)
+def test_every_shape_equals_the_definition(rows, heads, head_dim, block_size):
+    num_kv_heads, group = heads
+    rows = [(n, past + n) for n, past in rows]
+    case = Case(rows, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size)
+    check_definition(CpuAttention(), case)
+
+
+@pytest.mark.parametrize("keys", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("queries", [1, 2, TILE // 2, TILE // 2 + 1, TILE + 1])
+def test_every_edge_of_a_chunk_and_a_tile_equals_the_definition(queries, keys):
+    check_definition(CpuAttention(), Case([(min(queries, keys), keys)]))
+
+
+def test_every_view_is_read_where_it_lies():
+    """q, k and v as slices of one fused projection, by tokens and by heads, and a table that is part of a wider one."""
+    case = Case([(3, 8), (1, 40), (9, 9)])
+    expected = case.run(CpuAttention())
+    batch = case.batch()
+    num_tokens = batch.query_starts[-1]
+    k = torch.cat([k[len(k) - n :] for k, (n, _) in zip(case.k, case.rows, strict=True)])
+    v = torch.cat([v[len(v) - n :] for v, (n, _) in zip(case.v, case.rows, strict=True)])
+    fused = torch.cat([torch.cat(case.q), k, v], dim=1)
+    by_heads = fused.transpose(0, 1).contiguous().transpose(0, 1)
+    by_dims = fused.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.zeros(len(case.rows), 50, dtype=torch.int64)
+    wide[:, 3 : 3 + batch.block_table_RB.shape[1]] = batch.block_table_RB
+    table_RB = wide[:, 3 : 3 + batch.block_table_RB.shape[1]]
+    for qkv in (fused, by_heads, by_dims):
+        q_THD, k_TKD, v_TKD = qkv.split((4, 2, 2), dim=1)
+        assert not q_THD.is_contiguous()
+        backend = CpuAttention()
+        backend.store(k_TKD, v_TKD, case.cache, LAYER, batch.slot_mapping_T)
+        view = type(batch)(
+            batch.query_start_loc_R1, batch.seq_lens_R, table_RB, batch.slot_mapping_T, batch.query_starts, []
+        )
+        out = backend.attend(q_THD, case.cache, LAYER, view)
+        assert torch.equal(out, torch.cat(expected))
+        assert out.shape == (num_tokens, 4, 16)
+
+
+def test_every_key_is_stored_where_torch_stores_it():
+    cases = [Case([(20, 45), (1, 3)], block_size=7, num_kv_heads=3) for _ in range(2)]
+    for case, backend in zip(cases, (TorchAttention(), CpuAttention()), strict=True):
+        case.run(backend)
+    torch.testing.assert_close(cases[0].cache.blocks, cases[1].cache.blocks, atol=0, rtol=0, equal_nan=True)
+
+
+def test_every_row_is_itself_to_the_last_bit_in_any_batch_and_on_any_number_of_threads():
+    rows = [(1, 700), (40, 300), (1, 5), (3, 900), (1, 128)]
+    threads = torch.get_num_threads()
+    together = Case(rows, head_dim=64).run(CpuAttention())
+    try:
+        torch.set_num_threads(3)
+        for row, out in enumerate(Case(rows, head_dim=64).run(CpuAttention())):
+            assert torch.equal(out, together[row])
+        everything = Case(rows, head_dim=64)
+        for row, expected in enumerate(together):
+            alone = Case([rows[row]], head_dim=64)
+            alone.q, alone.k, alone.v = [everything.q[row]], [everything.k[row]], [everything.v[row]]
+            assert torch.equal(alone.run(CpuAttention())[0], expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_every_step_uses_the_threads_that_torch_was_given():
+    """The threads of the process, before and after a batch large enough to be shared."""
+    threads = torch.get_num_threads()
+    case = Case([(1, 2000)] * 8, head_dim=64)
+    backend = CpuAttention()
+    case.run(backend)
+    q, batch = torch.cat(case.q), case.batch()
+    before = len(os.listdir("/proc/self/task"))
+    try:
+        torch.set_num_threads(1)
+        backend.attend(q, case.cache, LAYER, batch)
+        assert len(os.listdir("/proc/self/task")) == before
+        torch.set_num_threads(before + 1)
+        backend.attend(q, case.cache, LAYER, batch)
+        assert len(os.listdir("/proc/self/task")) > before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_large_scores_do_not_overflow_and_small_weights_are_kept():
+    case = Case([(1, 300), (20, 300)])
+    case.q = [30 * q for q in case.q]
+    case.k = [30 * k for k in case.k]
+    check_definition(CpuAttention(), case, tolerance=2e-3)  # scores of thousands, rounded to float32
+    case = Case([(1, 5000)])
+    case.q = [0 * q for q in case.q]  # the mean of all values
+    check_definition(CpuAttention(), case)
+
+
+# --- Whole engines
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    paths = {family: str(write_checkpoint(tmp_path_factory.mktemp(family), family)) for family in FAMILIES}
+    return {"nanostory": "nanostory"} | paths
+
+
+def tokens_of(model: str, **fields: Any) -> dict[str, list[int]]:
+    config = EngineConfig(
+        model=model,
+        device="cpu",
+        max_model_len=96,
+        num_blocks=13,
+        block_size=8,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        check_invariants=True,
+        **fields,
+    )
+    return run(config, requests())[0]
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, str]) -> dict[str, dict[str, list[int]]]:
+    return {name: tokens_of(path, attention=TorchAttention) for name, path in models.items()}
+
+
+@pytest.mark.parametrize("name", ["nanostory", *FAMILIES])
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("execution", EXECUTION)
+def test_every_way_to_execute_gives_the_tokens_of_torch_attention(execution, ahead, name, models, expected):
+    batch = SEAMS["batch"]["persistent" if ahead else "rebuilt"]
+    fields = EXECUTION[execution] | {"async_scheduling": ahead, "batch": batch}
+    assert tokens_of(models[name], attention=CpuAttention, **fields) == expected[name]
+
+
+def test_stage_v1_on_a_cpu_attends_with_it_and_without_being_asked():
+    from nanoserve.core import EngineCore
+
+    core = EngineCore.build(EngineConfig(device="cpu", max_model_len="auto", runner=get_stage("v1").runner))
+    try:
+        runner: Any = core.runner
+        assert runner.execution.attention == "CpuAttention (the default on cpu)"
+    finally:
+        core.runner.close()
+
+
+# --- Planted bugs
+
+
+class LooksOneKeyTooFar(CpuAttention):
+    def attend(self, q_THD, kv_cache, layer, batch):
+        return super().attend(q_THD, kv_cache, layer, type(batch)(
+            batch.query_start_loc_R1, batch.seq_lens_R + 1, batch.block_table_RB, batch.slot_mapping_T,
+            batch.query_starts, batch.seq_lens))  # fmt: skip
+
+
+class ForgetsTheLayer(CpuAttention):
+    def attend(self, q_THD, kv_cache, layer, batch):
+        return super().attend(q_THD, kv_cache, 0, batch)
+
+
+@pytest.mark.parametrize("backend", [LooksOneKeyTooFar, ForgetsTheLayer])
+def test_every_planted_bug_is_seen(backend):
+    with pytest.raises(AssertionError, match="off by"):
+        check_definition(backend(), Case([(4, 9), (1, 17)]))
+
+
+def test_the_source_travels_with_the_package():
+    from nanoserve import native
+
+    assert (Path(native.__file__).parent / "native" / "attention.cpp").is_file()
