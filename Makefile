@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+SESSION_S ?= 720
 
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
@@ -36,7 +37,7 @@ types: $(DEV)
 	$(BIN)/pyright
 
 pytest: $(DEV) # more than 12 minutes on two cores is a failure
-	$(BIN)/pytest -m "not slow" --ignore=tests/ui --session-timeout=720 --durations=5 $(ARGS)
+	$(BIN)/pytest -m "not slow" --ignore=tests/ui --session-timeout=$(SESSION_S) --durations=5 $(ARGS)
 
 coverage: $(DEV) ## lines the tests reach; scheduler, blocks and core must stay above 95 %
 	$(BIN)/pytest -m "not slow" --ignore=tests/ui --cov --cov-report= $(ARGS)

@@ -27,6 +27,7 @@ class ServeProcess:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
+        self.exit_code = 0  # when it is told to leave
         self.port = urlsplit(url).port
 
     def connect(self) -> HTTPConnection:
@@ -92,9 +93,10 @@ def serve(*arguments: str) -> Iterator[ServeProcess]:
             ready = process.stdout.readline()
             found = re.fullmatch(r"nanoserve is ready: \S+ at (http://127\.0\.0\.1:\d+)\n", ready)
             assert found, ready
-            yield ServeProcess(process, found[1])
+            server = ServeProcess(process, found[1])
+            yield server
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(WAIT_S) == 0
+                assert process.wait(WAIT_S) == server.exit_code
         finally:
             process.kill()

@@ -14,6 +14,8 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 from serve_process import ServeProcess
 
+from nanoserve.api.cli_serve import ENGINE_DIED
+
 pytestmark = pytest.mark.needs_chromium
 
 PROMPT = "Once upon a time there was a little fox who lived near the old barn and liked to play with a ball."
@@ -231,4 +233,5 @@ def test_a_dead_engine_is_said_in_plain_words(browser: Browser, doomed_server: S
         send_endless(page)
         (core,) = doomed_server.pids()[1:]
         os.kill(core, signal.SIGKILL)
+        doomed_server.exit_code = ENGINE_DIED
         expect(page.locator("article .error")).to_contain_text("SIGKILL", timeout=WAIT_MS)
