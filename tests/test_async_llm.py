@@ -281,6 +281,24 @@ def test_a_slow_consumer_finds_one_output_that_holds_everything(
     assert output.finished
 
 
+def test_a_consumer_that_keeps_up_finds_the_news_of_each_step_by_itself(hand: tuple[Engine, HandClient]) -> None:
+    """Even when the news of many steps comes in one piece, and there is something to do about each."""
+    engine, client = hand
+    ids = ids_of(" there was a little dog" * 10, engine)
+
+    async def keep_up() -> list[list[int]]:
+        stream, request = await opened(engine)
+        client.say(*(tokens(request, token_id) for token_id in ids), tokens(request, end="length"))
+        seen = []
+        async for output in stream:
+            seen.append(list(output.outputs[0].token_ids))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        return seen
+
+    assert [found for found in engine.run(keep_up()) if found] == [[token_id] for token_id in ids]
+
+
 def count_turns(engine: Engine, client: HandClient, num_outputs: int) -> int:
     """How often another task gets a turn while one batch is taken in."""
 

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SLICE = 128  # outputs that are taken in before the event loop gets its turn
+TURNS = 8  # of the event loop, that consumers get to read a step's news
 POLL_S = 1.0  # the pump looks up this often; anything that happens wakes it at once
 INLINE_SIZE = 2048  # characters or ids that are tokenized and checked on the event loop; longer prompts are not
 
@@ -114,6 +115,10 @@ class OutputStream:
         """It has news."""
         self._news[generation.request_id] = generation
         self._bell.set()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
 
     def fail(self, error: Exception) -> None:
         """What came before is still delivered; then the consumer gets `error`."""
@@ -399,15 +404,23 @@ class AsyncLLM:
             dead = self._death  # read first: the pump's last batch comes before its death
             while self._batches:
                 now_s, outputs = self._batches.popleft()
-                for start in range(0, len(outputs), SLICE):
-                    self._take(outputs[start : start + SLICE], now_s)
-                    await asyncio.sleep(0)
+                for part in slices(outputs):
+                    await self._let_them_read(self._take(part, now_s))
             if dead is not None:
                 self._fail_all(dead)
                 return
 
-    def _take(self, outputs: Sequence[EngineOutput], now_s: float) -> None:
-        stopped = []
+    async def _let_them_read(self, streams: Sequence[OutputStream]) -> None:
+        """A few turns of the loop: a consumer that keeps up finds the news of each step by itself, one that does not
+        finds several steps in one."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+            if not any(stream.has_news for stream in streams):
+                return
+
+    def _take(self, outputs: Sequence[EngineOutput], now_s: float) -> list[OutputStream]:
+        """Give outputs to whom they concern; returns whom."""
+        stopped, told = [], []
         for output in outputs:
             route = self._routes.get(output.id)
             if route is None:
@@ -423,8 +436,10 @@ class AsyncLLM:
                 if output.finish_reason is None:
                     stopped.append(output.id)
             route.stream.notify(route.generation)
+            told.append(route.stream)
         if stopped:
             self._client.abort(stopped)
+        return told
 
     def _tell_listener(self, route: _Route, output: EngineOutput, now_s: float) -> None:
         if not output.new_token_ids:
@@ -462,3 +477,15 @@ def _size(prompt: Any) -> int:
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt") or prompt.get("prompt_token_ids")
     return len(prompt) if isinstance(prompt, str | Sequence) else 0
+
+
+def slices(outputs: Sequence[EngineOutput]) -> Iterator[list[EngineOutput]]:
+    """Cut into parts of at most `SLICE` outputs, in order, none with two of the same request."""
+    part: dict[str, EngineOutput] = {}
+    for output in outputs:
+        if output.id in part or len(part) == SLICE:
+            yield list(part.values())
+            part = {}
+        part[output.id] = output
+    if part:
+        yield list(part.values())
