@@ -62,6 +62,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Checked:
     return done, folder / "out"
 
 
+@pytest.mark.slow
 def test_every_part_of_a_dry_check_passes_and_leaves_its_report(dry: Checked) -> None:
     done, out = dry
     assert done.returncode == 0, done.stderr
@@ -80,6 +81,7 @@ def test_every_part_of_a_dry_check_passes_and_leaves_its_report(dry: Checked) ->
         assert report["machine"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_every_line_of_the_reports_is_in_one_table_on_stdout(dry: Checked) -> None:
     done, out = dry
     summary = read(out / "summary.json")
@@ -96,12 +98,14 @@ def test_every_line_of_the_reports_is_in_one_table_on_stdout(dry: Checked) -> No
     assert done.stdout.count("|---|---|---|") == 1
 
 
+@pytest.mark.slow
 def test_every_line_of_progress_says_how_long_it_has_been(dry: Checked) -> None:
     lines = dry[0].stderr.splitlines()
     assert all(re.match(r"\[ *\d+\.\d s\] \S", line) for line in lines), dry[0].stderr
     assert "dry, as asked" in lines[0]
 
 
+@pytest.mark.slow
 def test_every_stage_has_its_figures_in_the_ladder(dry: Checked) -> None:
     results = read(dry[1] / "ladder.json")["results"]
     for stage in ("v0", "chunked", "shared", "v1"):

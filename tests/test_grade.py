@@ -240,7 +240,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+def _some_now() -> list[Any]:
+    """Each is a process of its own, for a second or more: every third in `make test`, all in `make test-long`."""
+    return [pytest.param(what, marks=pytest.mark.slow) if i % 3 else what for i, what in enumerate(HOSTILE)]
+
+
+@pytest.mark.parametrize("what", _some_now())
 def test_every_class_that_breaks_a_law_gets_a_verdict_and_no_traceback(grade, what):
     body, (law, step), words = HOSTILE[what]
     limit = "3" if what in ("hangs", "waits") else "20"
