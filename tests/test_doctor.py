@@ -24,6 +24,7 @@ from nanoserve.client import CoreProcessClient
 from nanoserve.config import EngineConfig
 from nanoserve.core import CRASH_PREFIX, EngineCore
 from nanoserve.process import ChildProcess
+from nanoserve.record import StepRecord, TraceHeader
 
 LONG_AGO = (1e9, 1e9)
 
@@ -292,3 +293,12 @@ def test_processes_are_gone_before_the_doctor_returns(planted: set[int]) -> None
     checkup = examine(clean=True)
     assert len(checkup.removed) == 2
     wait_until(lambda: not any(map(is_alive, pids)), 1, "both are gone")
+
+
+def test_a_plan_that_was_launched_ahead_does_not_hide_the_error(temp: Path) -> None:
+    path = temp / f"{CRASH_PREFIX}1-2.jsonl"
+    steps = [
+        StepRecord(step=i, start_s=i, launched_s=i, end_s=i, error="ValueError: cursed\n" * (i == 1)) for i in (1, 2)
+    ]
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (TraceHeader(crash=True), *steps)))
+    assert find_dumps([temp]) == [CrashDump(str(path), "ValueError: cursed")]

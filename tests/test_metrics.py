@@ -21,6 +21,7 @@ from nanoserve.lab.metrics import (
     percentile,
     request_times,
     spans,
+    step_times,
 )
 from nanoserve.lab.stories import story
 from nanoserve.lab.workload import (
@@ -332,3 +333,13 @@ def test_a_timed_arrival_counts_from_when_it_was_due() -> None:
     assert requests["timed"].ttft_s == pytest.approx(0.015)  # due within step 2, served by step 3
     assert requests["late"].arrival_s == 5.0
     assert requests["late"].ttft_s == pytest.approx(0.01)
+
+
+def test_steps_that_overlap_are_not_counted_twice():
+    """One step ahead, step 2 is decided while step 1 still runs."""
+    records = [
+        StepRecord(step=1, start_s=0.0, launched_s=0.0, end_s=4.0, num_scheduled_tokens={"a": 1}),
+        StepRecord(step=2, start_s=1.0, launched_s=1.0, end_s=6.0, num_scheduled_tokens={"a": 1}),
+        StepRecord(step=3, start_s=7.0, launched_s=7.0, end_s=9.0, num_scheduled_tokens={"a": 1}),
+    ]
+    assert step_times(records) == [4.0, 2.0, 2.0]

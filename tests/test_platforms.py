@@ -10,7 +10,7 @@ from nanoserve.attention import TorchAttention
 from nanoserve.compilation import CompileMode
 from nanoserve.cpu_attention import CpuAttention
 from nanoserve.graphs import GraphMode, GraphSupport
-from nanoserve.ops import TorchOps
+from nanoserve.ops import TorchOps, TritonOps
 from nanoserve.platforms import (
     GIB,
     CpuPlatform,
@@ -18,6 +18,7 @@ from nanoserve.platforms import (
     RocmPlatform,
     available_memory,
     resolve_attention,
+    resolve_ops,
     resolve_platform,
 )
 from nanoserve.triton_attention import TritonAttention
@@ -115,3 +116,10 @@ def test_every_container_limit_bounds_what_is_available(monkeypatch):
     assert available_memory() == 2**22
     texts["/sys/fs/cgroup/memory.max"] = "1000000\n"
     assert available_memory() == 10**6
+
+
+def test_kernels_for_another_device_are_refused_when_the_engine_is_built(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="ops=TritonOps runs on cuda and rocm, not on cpu; leave it out"):
+        resolve_ops(CpuPlatform(), TritonOps, is_compiled=False)
+    assert resolve_ops(CudaPlatform(), TritonOps, is_compiled=True) is TritonOps

@@ -237,3 +237,9 @@ def test_a_planted_range_check_that_lets_nan_pass_is_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr(request, "_require", without_types)
     with pytest.raises(pytest.fail.Exception):
         test_every_refusal_names_the_field_the_value_and_the_limit("top_p")
+
+
+@pytest.mark.parametrize("value", [2**64, 2**53 + 1, 10**300])
+def test_every_large_number_travels(value: int) -> None:
+    params = SamplingParams(repetition_penalty=value)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
