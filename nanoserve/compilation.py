@@ -39,19 +39,20 @@ class CompileMode(enum.StrEnum):
 def compile_model(model: Decoder, mode: CompileMode) -> None:
     """From the next call on, `model` runs compiled code; the first call for a kind of input pays for compiling.
 
-    Raises ValueError on a CPU without a C++ compiler. What other models in this process had compiled is compiled
-    again when they run: the compiler keeps its results by function, for a few kinds of input only.
+    Raises ValueError on a CPU without a C++ compiler. Models of one config, dtype and mode share their code. What any
+    other in this process had compiled is compiled again when it runs: the compiler keeps its results by function, for
+    a few kinds of input only.
     """
     import torch
-    import torch._dynamo
 
     if mode is CompileMode.NONE:
         return
     if model.device.type == "cpu":
         require_cpp_compiler(mode)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that outlive their use
-    _keep_results_in(cache_folder(model, mode))
-    torch._dynamo.reset()
+    folder = cache_folder(model, mode)
+    _keep_results_in(folder)
+    _keep_only_code_of(folder)
     compiled = functools.partial(torch.compile, dynamic=True, fullgraph=True)  # any number of tokens, and all of it
     first, cross, last = model.pieces
     model.pieces = model.pieces._replace(first=compiled(first), cross=compiled(cross), last=compiled(last))
@@ -122,19 +123,29 @@ def _keep_results_in(folder: Path) -> None:
         ) from None
 
 
+@functools.lru_cache(maxsize=1)  # called with the folder of the call before, it does nothing
+def _keep_only_code_of(folder: Path) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+
+
 class AttentionOperator:
     """`attend` as one of torch's own operators, so that a trace of the model goes through it without looking inside.
 
-    An operator takes tensors and numbers only: which callable is meant goes by a number. That the KV cache is changed
-    is not told to the compiler, which need not know: nothing else in the trace reads it, and each call needs the
-    result of the one before.
+    An operator takes tensors and numbers only: which callable is meant goes by a number, in a tensor on the host, since
+    a plain one would become part of the code. That the KV cache is changed is not told to the compiler, which need not
+    know: nothing else in the trace reads it, and each call needs the result of the one before.
     """
 
     def __init__(self, attend: Attend) -> None:
+        import torch
+
         _define_operator()
-        self._number = next(_numbers)
-        _targets[self._number] = attend
-        weakref.finalize(self, _targets.pop, self._number)
+        number = next(_numbers)
+        self._number = torch.tensor(number)
+        _targets[number] = attend
+        weakref.finalize(self, _targets.pop, number)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
         import torch
@@ -151,15 +162,15 @@ def _define_operator() -> object:
     import torch
 
     library = torch.library.Library("nanoserve", "DEF")
-    library.define("attend(Tensor q, Tensor k, Tensor v, int layer, int number) -> Tensor")
+    library.define("attend(Tensor q, Tensor k, Tensor v, int layer, Tensor number) -> Tensor")
     library.impl("attend", _attend, "CompositeExplicitAutograd")
     torch.library.register_fake("nanoserve::attend", _fake_attend, lib=library)
     return library
 
 
-def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
-    return _targets[number](layer, q_THD, k_TKD, v_TKD)
+def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: Tensor) -> Tensor:
+    return _targets[int(number)](layer, q_THD, k_TKD, v_TKD)
 
 
-def _fake_attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+def _fake_attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: Tensor) -> Tensor:
     return q_THD.new_empty(q_THD.shape)

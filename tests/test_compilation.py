@@ -50,6 +50,12 @@ def test_every_compiled_model_gives_the_text_of_one_pass(model_dir, mode):  # no
     assert dict(counters["stats"]) == compiled, "code was compiled under a request"
     check_text(driver, "a")
     check_text(driver, "b")
+    compiled = dict(counters["stats"])  # the reference may have been compiled in between
+    again = Driver(build_graphs(model_dir, compile=mode))
+    again.add("a", prompt_of(11))
+    again.step({"a": 11})
+    assert dict(counters["stats"]) == compiled, "a second engine of the kind compiled what the first had"
+    check_text(again, "a")
 
 
 def test_a_compile_mode_without_a_compiler_is_refused(model_dir, monkeypatch):  # noqa: F811
