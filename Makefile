@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 SESSION_S ?= 720
+WORKERS ?= 2
 
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
@@ -37,7 +38,8 @@ types: $(DEV)
 	$(BIN)/pyright
 
 pytest: $(DEV) # more than 12 minutes on two cores is a failure
-	$(BIN)/pytest -m "not slow" --ignore=tests/ui --session-timeout=$(SESSION_S) --durations=5 $(ARGS)
+	$(BIN)/pytest -m "not slow" --ignore=tests/ui -n $(WORKERS) --dist worksteal --session-timeout=$(SESSION_S) \
+	  --durations=5 $(ARGS)
 
 coverage: $(DEV) ## lines the tests reach; scheduler, blocks and core must stay above 95 %
 	$(BIN)/pytest -m "not slow" --ignore=tests/ui --cov --cov-report= $(ARGS)
