@@ -20,7 +20,7 @@ import nanoserve.config
 from nanoserve.api.cli import main
 from nanoserve.blocks import SharedBlocks
 from nanoserve.config import EngineConfig
-from nanoserve.lab import ladder
+from nanoserve.lab import ladder, ladder_figures
 from nanoserve.lab.charts import STAGE_LOOKS, Setting, look_of, step_timeline
 from nanoserve.lab.climb import Progress, run_once
 from nanoserve.lab.climb import climb as run_all
@@ -33,8 +33,8 @@ from nanoserve.scheduler import UnifiedScheduler
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = [
-    "--random-prompts", "--streams=3", "--stream-tokens=30", "--long-prompts=2", "--long-prompt-len=700",
-    "--requests=10", "--prefix-len=512", "--tail-len=16",
+    "--no-simulated", "--random-prompts", "--streams=3", "--stream-tokens=30", "--long-prompts=2",
+    "--long-prompt-len=700", "--requests=10", "--prefix-len=512", "--tail-len=16",
 ]  # fmt: skip
 FAKE = EngineConfig(runner=FakeRunner)
 FAKES = {
@@ -76,10 +76,11 @@ def test_a_climb_writes_its_file_and_its_charts_and_prints_a_table_a_load(
     use_stages(FAKES)
     assert climb(tmp_path) == 0
     report = read(tmp_path)
-    assert (report.version, report.clock, report.num_rounds) == (2, "wall", 3)
+    assert (report.version, report.clock, report.num_rounds) == (3, "wall", 3)
     assert list(report.stages) == list(FAKES)
     assert report.machine.cores >= 1
-    assert len(report.charts) == 8
+    assert len(report.charts) == 9
+    assert report.pages == ["ladder.html", "long-prompt-timeline.html", "system-prompt-timeline.html"]
     for name in report.charts:
         data = (tmp_path / name).read_bytes()
         assert data.startswith(PNG)
@@ -92,7 +93,7 @@ def test_a_climb_writes_its_file_and_its_charts_and_prints_a_table_a_load(
     assert "busy-front-end: left out, no stage here moves the client." in shown.out
     assert shown.out.count("greedy tokens are identical in all 9 runs") == 2
     assert "v0 could chunk" in shown.out
-    assert all(str(tmp_path / name) in shown.out for name in ["ladder.json", *report.charts])
+    assert all(str(tmp_path / name) in shown.out for name in ["ladder.json", *report.pages, *report.charts])
 
 
 def test_every_median_and_every_row_follows_from_the_rounds(use_stages, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def table_of(figures: Mapping[str, Mapping[str, float]], headlines: list[str]) -
         rows.append(Row(key, label, "s", "lower", values, dict.fromkeys(values, 1.0), values, values))
     load = TableReport(
         name="a load", claim="", headlines=headlines, parameters={}, num_runs=dict.fromkeys(rows[0].values, 1),
-        rows=rows, first_difference=None,
+        rows=rows,
     )  # fmt: skip
     console = Console(width=110, record=True, file=io.StringIO())
     console.print(load_table(load, "title"))
@@ -287,7 +288,7 @@ def test_every_chart_says_where_and_when_and_has_units() -> None:
         random_tokens(900), num_streams=2, stream_tokens=24, num_long=1, long_prompt_len=300
     )
     runs, _ = run_all(FAKES, [load], 1)
-    charts = ladder._draw(load, runs[load.name], Setting("", "cpu", "wall", 7))
+    charts = ladder_figures.draw_load(load, runs[load.name], Setting("", "cpu", "wall", 7))
     for name, figure in charts.items():
         assert figure.get_suptitle().endswith("load long-prompt, cpu, wall clock, seed 7, round 1 of 1"), name
         assert len(figure.get_supxlabel()) > 30, name
@@ -329,8 +330,9 @@ def test_the_timeline_has_a_panel_a_stage_and_a_lane_a_request() -> None:
 def test_the_embedded_model_climbs_with_identical_tokens(tmp_path: Path) -> None:
     flags = ["--quick", "--out", str(tmp_path), "--streams=2", "--stream-tokens=24", "--long-prompt-len=700"]
     flags += ["--front-end-streams=6", "--front-end-requests=1", "--front-end-tokens=6"]
-    assert main(["ladder", *flags, "--no-charts", "--requests=4", "--prefix-len=128"]) == 0
+    assert main(["ladder", *flags, "--no-charts", "--no-simulated", "--requests=4", "--prefix-len=128"]) == 0
     report = read(tmp_path)
+    assert (report.production, report.pages) == (None, [])
     assert report.identical
     assert report.front_end is not None
     assert list(report.front_end.medians) == ["chunked", "multiprocess"]

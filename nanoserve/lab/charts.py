@@ -77,9 +77,19 @@ def look_of(stage: str) -> Look:
 def itl_strip(runs: Runs, groups: Mapping[str, str], watched: str, setting: Setting) -> Figure:
     """Every gap between two tokens of the watched group, a row a stage, log axis; P50, P99 and max marked."""
     gaps_ms = {stage: _gaps_ms(records, groups, watched) for stage, records in runs.items()}
-    figure = _strips(gaps_ms, f"gap between two tokens of a {watched} request (ms, log scale)")
-    longest = ", ".join(f"{stage} {max(values):,.0f} ms" for stage, values in gaps_ms.items())
-    return _finish(figure, setting, "Inter-token latency", f"The last mark of a row is its longest freeze: {longest}.")
+    xlabel = f"gap between two tokens of a {watched} request (ms, log scale)"
+    return millisecond_strip(
+        gaps_ms, xlabel, setting, "Inter-token latency", "The last mark of a row is its longest freeze"
+    )
+
+
+def millisecond_strip(
+    values_ms: Mapping[str, Sequence[float]], xlabel: str, setting: Setting, what: str, last_mark: str
+) -> Figure:
+    """The same of any values, stage -> milliseconds; `last_mark` says what the largest is."""
+    figure = _strips(values_ms, xlabel)
+    longest = ", ".join(f"{stage} {max(values):,.0f} ms" for stage, values in values_ms.items())
+    return _finish(figure, setting, what, f"{last_mark}: {longest}.")
 
 
 def gap_strip(gaps_s: Mapping[str, Sequence[float]], setting: Setting) -> Figure:
@@ -99,7 +109,7 @@ def step_timeline(runs: Runs, setting: Setting) -> Figure:
     for index, (stage, records) in enumerate(runs.items()):
         ax = figure.add_subplot(len(runs), 1, index + 1, sharex=figure.axes[0] if index else None)
         seen |= _timeline(ax, records)
-        ax.set_ylabel(stage, color=look_of(stage).colour, fontweight="bold")
+        ax.set_ylabel(stage, fontweight="bold")
         ax.tick_params(labelbottom=index == len(runs) - 1)
     figure.axes[-1].set_xlabel("time since the first arrival (s)")
     figure.axes[-1].set_xlim(0, max(records[-1].end_s - _start_s(records) for records in runs.values()))
@@ -190,6 +200,7 @@ def _strips(values_ms: Mapping[str, Sequence[float]], xlabel: str) -> Figure:
     return figure
 
 
+NEAR = 1.6  # on a log axis: labels of values that are closer run into each other
 CAPTION_WIDTH = 120  # characters across a figure
 
 
@@ -228,13 +239,21 @@ def _strip(ax: Axes, row: int, gaps_ms: Sequence[float], look: Look) -> None:
         linewidths=0,
     )
     ax.vlines([spread.p50, spread.p99, spread.max], row - 0.36, row + 0.36, color="black", linewidth=1.2)
+    for text, value in _mark_labels(spread):
+        ax.annotate(text, (value, row - 0.38), ha="center", va="bottom", fontsize=8)
+
+
+def _mark_labels(spread: Spread) -> list[tuple[str, float]]:
+    """What stands above the marks of a strip, and where. Those that would run into each other are one."""
     same_end = spread.p99 > 0.8 * spread.max
-    labels = [("P50", spread.p50), *([] if same_end else [("P99", spread.p99)])]
-    labels.append(("P99, max" if same_end else "max", spread.max))
-    for name, value in labels:
-        ax.annotate(
-            f"{name} {value:,.{2 if value < 10 else 1}f}", (value, row - 0.38), ha="center", va="bottom", fontsize=8
-        )
+    marks = {"P50": spread.p50} | ({"P99, max": spread.max} if same_end else {"P99": spread.p99, "max": spread.max})
+    labels: list[tuple[str, float]] = []
+    for name, value in marks.items():
+        text = f"{name} {value:,.{2 if value < 10 else 1}f}"
+        if labels and value < NEAR * labels[-1][1]:
+            text = f"{labels.pop()[0]}, {text}"
+        labels.append((text, value))
+    return labels
 
 
 def _timeline(ax: Axes, records: Sequence[StepRecord]) -> set[Activity]:

@@ -52,8 +52,8 @@ def climb(
         for number in range(1, num_rounds + 1):
             for name, config in stages.items():
                 progress.announce(f"{workload.name}, round {number}, {name}")
-                records, built[name] = run_once(config, workload, progress.on_tokens)
-                done.append(Run(name, number, records))
+                warm_up, records, built[name] = _run(config, workload, progress.on_tokens)
+                done.append(Run(name, number, records, warm_up))
     return runs, built
 
 
@@ -105,11 +105,17 @@ def split_costs(
 def run_once(
     config: EngineConfig, workload: Workload, on_tokens: Callable[[int], None] | None = None
 ) -> tuple[list[StepRecord], StageReport]:
-    """The workload on a fresh engine, after a warm-up whose records are dropped.
+    """The workload on a fresh engine, after a warm-up whose records are dropped. Raises ValueError when the workload
+    does not fit the engine."""
+    _, records, stage = _run(config, workload, on_tokens)
+    return records, stage
 
-    Records travel through a file, which works wherever the core lives. Raises ValueError when the workload does
-    not fit the engine.
-    """
+
+def _run(
+    config: EngineConfig, workload: Workload, on_tokens: Callable[[int], None] | None
+) -> tuple[list[StepRecord], list[StepRecord], StageReport]:
+    """The warm-up's records, the load's, and what the stage became. Records travel through a file, which works wherever
+    the core lives."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         recorder = JsonlRecorder(path)
@@ -120,7 +126,7 @@ def run_once(
         header, records = read_trace(path)
     ids = workload.groups
     first = next(i for i, record in enumerate(records) if any(r.id in ids for r in record.arrivals))
-    return records[first:], StageReport(header.config, info)
+    return records[:first], records[first:], StageReport(header.config, info)
 
 
 def _drive_engine(

@@ -1,20 +1,18 @@
-"""`nanoserve ladder`: every stage on the same loads, side by side; tables, ladder.json and charts.
+"""`nanoserve ladder`: every stage on the same loads, side by side; tables, ladder.json, charts and one HTML report.
 
 Rounds are interleaved (v0, chunked, ..., v0, chunked, ...), each on a fresh engine, so that whatever else the
 machine does hits all stages alike; tables show medians. A stage that moves the client, and the one above it, also
-serve hundreds of streams (`front_end.py`). The greedy tokens of all runs must agree. A stage joins by being in
-`STAGES`: nothing here knows any by name. Laws: tests/test_ladder.py.
+serve hundreds of streams (`front_end.py`). The greedy tokens of all runs must agree. The same stages are simulated for
+a production set-up. A stage joins by being in `STAGES`: nothing here knows any by name. Laws: tests/test_ladder.py.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from nanoserve import __version__
 from nanoserve.config import DEFAULT_MODEL, STAGES, EngineConfig, get_stage
@@ -22,16 +20,21 @@ from nanoserve.lab.arrivals import Uniform, story_words
 from nanoserve.lab.charts import Setting
 from nanoserve.lab.climb import climb, climb_front_end, moving_stages, split_costs
 from nanoserve.lab.front_end import FrontEndLoad, busy_front_end, missing_packages
+from nanoserve.lab.ladder_admission import admission_costs
+from nanoserve.lab.ladder_files import Drawn, draw, write
+from nanoserve.lab.ladder_production import ProductionRuns, production_ladder
 from nanoserve.lab.ladder_progress import LadderProgress
 from nanoserve.lab.ladder_report import (
     LADDER_VERSION,
+    AdmissionCost,
     LadderReport,
     Run,
     ServerRun,
-    middle_round,
+    StageReport,
     report_front_end,
     report_load,
 )
+from nanoserve.lab.ladder_story import stage_stories
 from nanoserve.lab.ladder_tables import show
 from nanoserve.lab.workload import (
     TokenSource,
@@ -41,16 +44,15 @@ from nanoserve.lab.workload import (
     shared_system_prompt,
     story_tokens,
 )
-from nanoserve.machine import describe_machine
+from nanoserve.machine import Machine, describe_machine
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from nanoserve.api.tokenizer import Tokenizer
     from nanoserve.lab.boundary import BoundaryCost
 
 DEFAULT_OUT = "ladder-results"
 CPU_BUDGET = 256  # SARATHI's smaller chunk: on a CPU even the default of 512 takes long beside a decode
+ADMISSION_LEN = 6144  # tokens of a prompt that nobody shares
 IDENTICAL, DIFFERENT = 0, 1  # exit codes
 
 
@@ -102,6 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one round at a small size: a look, not a measurement")
     parser.add_argument("--no-charts", dest="charts", action="store_false", help="write ladder.json alone")
+    parser.add_argument(
+        "--no-simulated", dest="simulated", action="store_false", help="leave the production set-up out"
+    )
     parser.add_argument("--json", action="store_true", help="print ladder.json instead of the tables")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
@@ -123,48 +128,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be run."""
+
+    sizes: Sizes
+    stages: dict[str, EngineConfig]
+    workloads: list[Workload]
+    servers: dict[str, EngineConfig]  # the stages that `front_end` goes to
+    front_end: FrontEndLoad | None
+    left_out: dict[str, str]
+    seed: int
+    simulates: bool
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all rounds of all real runs."""
+        each = len(self.stages) * sum(workload.num_output_tokens for workload in self.workloads)
+        served = len(self.servers) * self.front_end.num_output_tokens if self.front_end else 0
+        return self.sizes.rounds * (each + served)
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """What came of it."""
+
+    runs: dict[str, list[Run]]  # by workload
+    built: dict[str, StageReport]
+    costs: list[BoundaryCost]
+    lives: list[ServerRun]
+    admission: list[AdmissionCost]
+    production: ProductionRuns | None
+
+
 def run(args: argparse.Namespace) -> int:
     """Climb, write and print; 1 when two runs emitted different tokens. ValueError for bad input."""
-    sizes = _sizes(args)
-    stages = _stages(args)
-    workloads = _workloads(args, sizes)
+    plan = _plan(args)
     out = args.out or Path(f"{DEFAULT_OUT}-quick" if args.quick else DEFAULT_OUT)
     out.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
-    servers = moving_stages(stages)
-    front_end, left_out = _front_end_load(args, sizes, servers)
-    total = sum(len(stages) * sizes.rounds * workload.num_output_tokens for workload in workloads)
-    total += len(servers) * sizes.rounds * front_end.num_output_tokens if front_end else 0
-    costs: list[BoundaryCost] = []
-    lives: list[ServerRun] = []
-    with LadderProgress(total) as progress:
-        runs, built = climb(stages, workloads, sizes.rounds, progress)
-        if front_end:
-            costs = split_costs(stages, front_end.num_streams, sizes.rounds, progress)
-            lives = climb_front_end(servers, front_end, sizes.rounds, progress)
+    with LadderProgress(plan.num_output_tokens) as progress:
+        climbed = _climb(plan, progress)
+        drawn = _draw(plan, climbed, progress) if args.charts else Drawn()
+        prompts = "random token ids" if args.random_prompts else "stories in the model's own tokens"
+        report = _report(plan, climbed, machine, prompts, drawn)
+        written = write(report, drawn, out)
+    show(report, written, as_json=args.json)
+    return IDENTICAL if report.identical else DIFFERENT
 
-    charts: dict[str, Figure] = {}
-    if args.charts:
-        setting = Setting(load="", device=next(iter(built.values())).engine.device, clock="wall", seed=args.seed)
-        for workload in workloads:
-            charts |= _draw(workload, runs[workload.name], setting)
-        charts |= _draw_gaps(front_end, lives, setting) if front_end else {}
-    report = LadderReport(
+
+def _plan(args: argparse.Namespace) -> Plan:
+    sizes, stages = _sizes(args), _stages(args)
+    workloads, servers = _workloads(args, sizes), moving_stages(stages)
+    front_end, left_out = _front_end_load(args, sizes, servers)
+    return Plan(sizes, stages, workloads, servers, front_end, left_out, args.seed, args.simulated)
+
+
+def _climb(plan: Plan, progress: LadderProgress) -> Climbed:
+    """The real runs first: nothing else has used the process when they begin."""
+    sizes, load = plan.sizes, plan.front_end
+    runs, built = climb(plan.stages, plan.workloads, sizes.rounds, progress)
+    costs = split_costs(plan.stages, load.num_streams, sizes.rounds, progress) if load else []
+    lives = climb_front_end(plan.servers, load, sizes.rounds, progress) if load else []
+    admission = admission_costs(plan.stages, ADMISSION_LEN)
+    production = None
+    if plan.simulates:
+        bare = {name: STAGES[name] for name in plan.stages}
+        production = production_ladder(bare, plan.seed, progress.announce)
+    return Climbed(runs, built, costs, lives, admission, production)
+
+
+def _draw(plan: Plan, climbed: Climbed, progress: LadderProgress) -> Drawn:
+    progress.announce("drawing")
+    device = next(iter(climbed.built.values())).engine.device
+    setting = Setting(load="", device=device, clock="wall", seed=plan.seed)
+    served = (plan.front_end, climbed.lives)
+    return draw(plan.workloads, climbed.runs, climbed.built, served, climbed.production, setting)
+
+
+def _report(plan: Plan, climbed: Climbed, machine: Machine, prompts: str, drawn: Drawn) -> LadderReport:
+    loads = [report_load(workload, climbed.runs[workload.name]) for workload in plan.workloads]
+    front_end = report_front_end(plan.front_end, climbed.lives, climbed.costs) if plan.front_end else None
+    production = climbed.production.report if climbed.production else None
+    return LadderReport(
         version=LADDER_VERSION,
         nanoserve=__version__,
         clock="wall",
-        seed=args.seed,
-        num_rounds=sizes.rounds,
-        prompts="random token ids" if args.random_prompts else "stories in the model's own tokens",
+        seed=plan.seed,
+        num_rounds=plan.sizes.rounds,
+        prompts=prompts,
         machine=machine,
-        stages=built,
-        loads=[report_load(workload, runs[workload.name]) for workload in workloads],
-        front_end=report_front_end(front_end, lives, costs) if front_end else None,
-        left_out=left_out,
-        charts=list(charts),
+        stages=climbed.built,
+        loads=loads,
+        front_end=front_end,
+        admission=climbed.admission,
+        left_out=plan.left_out,
+        production=production,
+        stories=stage_stories(climbed.built, loads, front_end, climbed.admission, production),
+        charts=list(drawn.charts),
+        pages=drawn.names_of_pages,
     )
-    show(report, _write(report, charts, out), as_json=args.json)
-    return IDENTICAL if report.identical else DIFFERENT
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
@@ -270,38 +333,3 @@ def _token_source(args: argparse.Namespace) -> TokenSource:
         return random_tokens(_vocab_size(args.model))
     tokenizer = _tokenizer(args.model)
     return story_tokens(lambda text: tokenizer.encode(text, add_special_tokens=False))
-
-
-def _draw(workload: Workload, runs: Sequence[Run], setting: Setting) -> dict[str, Figure]:
-    """File name -> chart, of the round of median length."""
-    from nanoserve.lab.charts import blocks_in_use, itl_strip, step_timeline, tokens_computed
-
-    number = middle_round(runs)
-    shown = {one.stage: one.records for one in runs if one.round == number}
-    setting = replace(setting, load=workload.name, round=_which(number, runs))
-    return {
-        f"{workload.name}-itl.png": itl_strip(shown, workload.groups, workload.watched, setting),
-        f"{workload.name}-timeline.png": step_timeline(shown, setting),
-        f"{workload.name}-blocks.png": blocks_in_use(shown, setting),
-        f"{workload.name}-tokens.png": tokens_computed(shown, setting),
-    }
-
-
-def _draw_gaps(load: FrontEndLoad, runs: Sequence[ServerRun], setting: Setting) -> dict[str, Figure]:
-    from nanoserve.lab.charts import gap_strip
-
-    number = middle_round(runs)
-    shown = {one.stage: one.result.gaps_s for one in runs if one.round == number}
-    return {f"{load.name}-gaps.png": gap_strip(shown, replace(setting, load=load.name, round=_which(number, runs)))}
-
-
-def _which(number: int, runs: Sequence[Run] | Sequence[ServerRun]) -> str:
-    return f"round {number} of {max(run.round for run in runs)}"
-
-
-def _write(report: LadderReport, charts: Mapping[str, Figure], out: Path) -> list[Path]:
-    path = out / "ladder.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    for name, figure in charts.items():
-        figure.savefig(out / name)
-    return [path, *(out / name for name in charts)]

@@ -1,19 +1,22 @@
 """`ladder.json` and the ladder's tables: what was run, where, each round's figures, medians, and the change.
 
-The dataclasses below *are* the schema of `ladder.json` (version 2): `msgspec.json.decode(data, type=LadderReport)`
+The dataclasses below *are* the schema of `ladder.json` (version 3): `msgspec.json.decode(data, type=LadderReport)`
 reads a file back. Times are in seconds, shares in [0, 1], lengths in tokens; null where there is no such value.
+docs/ladder.md describes every field (tests/test_ladder_schema.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from nanoserve.lab.boundary import BoundaryCost
 from nanoserve.lab.front_end import FrontEndLoad, FrontEndMetrics, FrontEndRun
-from nanoserve.lab.metrics import ALL, SLOW_GAP_FACTOR, RunMetrics, Spread, measure, median_of, request_times
+from nanoserve.lab.ladder_rows import Row, front_end_rows, rows_of
+from nanoserve.lab.metrics import RunMetrics, measure, median_of, request_times
+from nanoserve.lab.simulator import Host
 from nanoserve.machine import Machine
 from nanoserve.request import EngineInfo
 
@@ -21,9 +24,7 @@ if TYPE_CHECKING:
     from nanoserve.lab.workload import Workload
     from nanoserve.record import StepRecord
 
-LADDER_VERSION = 2
-
-M = TypeVar("M", RunMetrics, FrontEndMetrics)
+LADDER_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +33,6 @@ class StageReport:
 
     config: dict[str, str | int | float | bool | None]
     engine: EngineInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a table. `ratios` compare with the first stage; null where that is 0 or has no value."""
-
-    key: str
-    label: str
-    unit: str  # "s", "share", "tokens/s" or "" for a count
-    better: str  # "lower", "higher", or "" for a fact
-    values: dict[str, float | None]  # of the medians
-    ratios: dict[str, float | None]
-    lows: dict[str, float | None]  # over the rounds
-    highs: dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +45,17 @@ class TableReport:
     parameters: dict[str, int | str]
     num_runs: dict[str, int]  # by stage, in the order of the columns
     rows: list[Row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredReport(TableReport):
+    """The same of real runs, which had to agree."""
+
     first_difference: str | None  # between the greedy tokens of two runs; null: all identical
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport(TableReport):
+class LoadReport(MeasuredReport):
     """One workload on every stage. `rounds[stage]` has every round's figures, `medians[stage]` each one's median."""
 
     watched: str  # the group that ITL and TPOT rows are about
@@ -72,12 +65,66 @@ class LoadReport(TableReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontEndReport(TableReport):
+class FrontEndReport(MeasuredReport):
     """A server under many streams, in the stages that move the client and those above them; and what that costs."""
 
     rounds: dict[str, list[FrontEndMetrics]]
     medians: dict[str, FrontEndMetrics]
     costs: list[BoundaryCost]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedReport(TableReport):
+    """A load of production scale on every stage, on a virtual clock: no figure of it was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Production:
+    """The ladder for a set-up that is not at hand: the real schedulers and block managers, and costs by formula."""
+
+    clock: str  # "simulated"
+    setup: str  # model, GPUs and weights, in words
+    seed: int
+    num_blocks: int
+    host: dict[str, Host]  # stage -> what the host adds to a step, in microseconds
+    assumptions: list[str]
+    not_told_apart: list[str]  # what stages change that this cannot show
+    loads: list[SimulatedReport]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionCost:
+    """Of another block manager: seconds to look up, allocate and commit a prompt that nobody shares."""
+
+    stage: str
+    above: str
+    prompt_len: int
+    seconds: dict[str, float]  # by stage, the two of them; medians
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """One figure, in the stage above and in this one."""
+
+    load: str  # "": of the engine, whatever the load
+    key: str
+    label: str
+    unit: str  # as a row's, or "us" (value in seconds), "bytes", "MiB" (value in bytes)
+    better: str
+    clock: str  # "wall" or "simulated"
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStory:
+    """One rung: the classes and modes that moved, the figures that they are for, and the price."""
+
+    stage: str
+    above: str | None  # null: the first stage
+    moved: dict[str, list[str]]  # field of the config -> from, to
+    gains: list[Effect]
+    costs: list[Effect]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +141,15 @@ class LadderReport:
     stages: dict[str, StageReport]
     loads: list[LoadReport]
     front_end: FrontEndReport | None
+    admission: list[AdmissionCost]  # of each stage that moves the block manager
     left_out: dict[str, str]  # load -> why it was not run
+    production: Production | None  # simulated
+    stories: list[StageStory]
     charts: list[str]  # file names, beside this file
+    pages: list[str]  # the report first, then timelines
 
     @property
-    def tables(self) -> list[TableReport]:
+    def tables(self) -> list[LoadReport | FrontEndReport]:
         """Of all loads that were run."""
         return [*self.loads, *([self.front_end] if self.front_end else [])]
 
@@ -114,6 +165,7 @@ class Run:
     stage: str
     round: int
     records: Sequence[StepRecord]
+    warm_up: Sequence[StepRecord] = ()  # that came before, on the same engine: only a replay needs them
 
     @property
     def duration_s(self) -> float:
@@ -223,79 +275,3 @@ def _name(run: Run | ServerRun) -> str:
 
 def _at(tokens: Sequence[int], index: int) -> str:
     return f"id {tokens[index]}" if index < len(tokens) else "none"
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows(Generic[M]):
-    """Makes rows from the figures of all rounds."""
-
-    rounds: Mapping[str, Sequence[M]]
-
-    def row(self, key: str, label: str, unit: str, better: str, value: Callable[[M], float | None]) -> Row:
-        values = {stage: value(median_of(several)) for stage, several in self.rounds.items()}
-        seen = {stage: [value(one) for one in several] for stage, several in self.rounds.items()}
-        base = next(iter(values.values()))
-        return Row(
-            key,
-            label,
-            unit,
-            better,
-            values,
-            ratios={stage: v / base if v is not None and base else None for stage, v in values.items()},
-            lows={stage: min((v for v in vs if v is not None), default=None) for stage, vs in seen.items()},
-            highs={stage: max((v for v in vs if v is not None), default=None) for stage, vs in seen.items()},
-        )
-
-    def latency(self, key: str, label: str, spread: Callable[[M], Spread | None]) -> list[Row]:
-        """P50, P99, maximum."""
-
-        def figure(pick: Callable[[Spread], float]) -> Callable[[M], float | None]:
-            return lambda metrics: None if (found := spread(metrics)) is None else pick(found)
-
-        return [
-            self.row(f"{key}_p50", f"{label} P50", "s", "lower", figure(lambda s: s.p50)),
-            self.row(f"{key}_p99", f"{label} P99", "s", "lower", figure(lambda s: s.p99)),
-            self.row(f"{key}_max", f"{label} max", "s", "lower", figure(lambda s: s.max)),
-        ]
-
-
-def rows_of(rounds: Mapping[str, Sequence[RunMetrics]], watched: str) -> list[Row]:
-    """The table of a load: gaps of the watched group, first tokens of every group, then work and memory."""
-    rows = _Rows(rounds)
-    row, latency = rows.row, rows.latency
-
-    def first_token(group: str) -> list[Row]:
-        return latency(f"ttft_{group}", f"TTFT {group}", lambda m: m.groups[group].ttft_s)[::2]  # P50 and max
-
-    groups = [label for label in next(iter(rounds.values()))[0].groups if label != ALL]
-    pads = any(metrics.padding_share for several in rounds.values() for metrics in several)
-    slow = f"gaps over {SLOW_GAP_FACTOR} x the median"
-    return [
-        *latency("itl", f"ITL {watched}", lambda m: m.groups[watched].itl_s),
-        row("slow_gap_share", slow, "share", "lower", lambda m: m.groups[watched].slow_gap_share),
-        *latency("tpot", f"TPOT {watched}", lambda m: m.groups[watched].tpot_s)[:2],
-        *(found for group in groups for found in first_token(group)),
-        row("output_tokens_per_s", "throughput", "tokens/s", "higher", lambda m: m.output_tokens_per_s),
-        row("num_steps", "steps", "", "lower", lambda m: m.num_steps),
-        *latency("host", "host time of a step", lambda m: m.host_s)[:2],
-        *(row("padding_share", "padding, of all tokens", "share", "lower", lambda m: m.padding_share),) * pads,
-        row("prompt_tokens_computed", "prompt tokens computed", "", "lower", lambda m: m.prompt_tokens_computed),
-        row("hit_rate", "prefix cache hit rate", "share", "higher", lambda m: m.hit_rate),
-        row("peak_used_blocks", "peak KV blocks", "", "lower", lambda m: m.peak_used_blocks),
-    ]
-
-
-def front_end_rows(rounds: Mapping[str, Sequence[FrontEndMetrics]]) -> list[Row]:
-    """The table of a server under many streams: the engine's steps, the front end, and what ran beside them."""
-    rows = _Rows(rounds)
-    row, latency = rows.row, rows.latency
-    return [
-        *latency("gap", "step gap", lambda m: m.gap_s),
-        *latency("step", "step", lambda m: m.step_s)[:2],
-        *latency("health", "/health", lambda m: m.health_s)[:2],
-        row("output_tokens_per_s", "throughput", "tokens/s", "higher", lambda m: m.output_tokens_per_s),
-        row("num_steps", "steps", "", "lower", lambda m: m.num_steps),
-        row("ready", "server ready after", "s", "lower", lambda m: m.ready_s),
-        row("num_threads", "torch threads of a step", "", "", lambda m: m.num_threads),
-        row("client_cpu_share", "load generator, of a core", "share", "", lambda m: m.client_cpu_share),
-    ]

@@ -8,7 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.lab.ladder_report import FrontEndReport, LadderReport, LoadReport, Row, TableReport
+from nanoserve.lab.ladder_report import FrontEndReport, LadderReport, LoadReport, Production, TableReport
+from nanoserve.lab.ladder_rows import Row
 from nanoserve.lab.metrics import SLOW_GAP_FACTOR
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def show(report: LadderReport, written: Sequence[Path], *, as_json: bool) -> Non
     if as_json:
         sys.stdout.write(written[0].read_text(encoding="utf-8"))
         errors = _console(stderr=True)
-        for line in [*verdict(report), *_left_out(report)]:
+        for line in [*verdict(report), *left_out(report)]:
             errors.print(line)
         return
     first = next(iter(report.stages.values())).engine
@@ -50,15 +51,29 @@ def show(report: LadderReport, written: Sequence[Path], *, as_json: bool) -> Non
         console.print(load_table(load, where))
         for line in sentences(load):
             console.print(f"- {line}")
+    if report.production:
+        _show_production(console, report.production)
     console.print()
     for line in executions(report):
         console.print(line)
-    for line in [*verdict(report), *_left_out(report)]:
+    for line in [*verdict(report), *left_out(report)]:
         console.print(line)
     if (busy := report.machine.load_average_1m) is not None and busy > BUSY_LOAD:
         console.print(f"Something else was running too (load average {busy:.1f} at the start): read times with care.")
     console.print("Written:", *(str(path) for path in written), sep="\n  ")
     console.print(HISTORY)
+
+
+def _show_production(console: Console, production: Production) -> None:
+    console.print()
+    console.print(f"SIMULATED, nothing below was measured: the same stages, {production.setup}")
+    for line in [*production.assumptions, *production.not_told_apart]:
+        console.print(f"- {line}")
+    for load in production.loads:
+        console.print()
+        console.print(load_table(load, f"{load.name}: {production.setup}, virtual clock, seed {production.seed}"))
+        for line in moved_figures(load):
+            console.print(f"- simulated, {line}")
 
 
 def _console(*, stderr: bool) -> Console:
@@ -86,14 +101,14 @@ def load_table(load: TableReport, title: str) -> Table:
     table.add_column("\n".join(heading))
     for stage in load.num_runs:
         table.add_column(stage, justify="right")
-    for row, label, bold in _told_apart(load):
+    for row, label, bold in told_apart(load):
         style = "bold" if bold else None
         cells = [_cell(row, stage, stage == first) for stage in load.num_runs]
-        table.add_row(f"{label}{f' ({_shown_unit(row)})' if row.unit else ''}", *cells, style=style)
+        table.add_row(f"{label}{f' ({shown_unit(row.unit)})' if row.unit else ''}", *cells, style=style)
     return table
 
 
-def _told_apart(load: TableReport) -> Iterator[tuple[Row, str, bool]]:
+def told_apart(load: TableReport) -> Iterator[tuple[Row, str, bool]]:
     """Rows, their labels, and whether the claim is about them; a row that repeats one of the same latency is only
     named in that one's label."""
     rows = list(load.rows)
@@ -114,8 +129,8 @@ def _coincide(row: Row, other: Row) -> bool:
     return all(a is not None and b is not None and abs(a - b) <= COINCIDE * abs(a) for a, b in pairs)
 
 
-def _shown_unit(row: Row) -> str:
-    return {"s": "ms", "share": "%"}.get(row.unit, row.unit)
+def shown_unit(unit: str) -> str:
+    return {"s": "ms", "share": "%"}.get(unit, unit)
 
 
 def _cell(row: Row, stage: str, is_first: bool) -> str:
@@ -128,19 +143,24 @@ def _cell(row: Row, stage: str, is_first: bool) -> str:
 
 
 def format_ratio(ratio: float) -> str:
+    if 0 < ratio < 0.005:
+        return f"x{ratio:.1g}"
     return f"x{ratio:.2f}" if ratio < 100 else f"x{ratio:.0f}"
 
 
 def format_value(row: Row, value: float | None) -> str:
     """In the unit of the table: milliseconds, per cent, or as it is."""
+    return format_figure(row.unit, value, max((v for v in row.values.values() if v is not None), default=0.0))
+
+
+def format_figure(unit: str, value: float | None, largest: float) -> str:
+    """A figure of that unit, as fine as the largest that it stands beside."""
     if value is None:
         return "-"
-    if row.unit == "s":
-        largest_ms = max((v for v in row.values.values() if v is not None), default=0.0) * 1e3
-        return f"{value * 1e3:,.{2 if largest_ms < FINE_MS else 1}f}"
-    if row.unit == "share":
-        return f"{value * 100:.1f}"
-    return f"{value:,.0f}"
+    if unit == "s":
+        return f"{value * 1e3:,.{2 if largest * 1e3 < FINE_MS else 1}f}"
+    scale, decimals = {"us": (1e6, 1), "share": (100, 1), "bytes": (1, 1), "MiB": (2**-20, 1)}.get(unit, (1, 0))
+    return f"{value * scale:,.{decimals}f}"
 
 
 # Sentences
@@ -148,22 +168,30 @@ def format_value(row: Row, value: float | None) -> str:
 
 def sentences(load: TableReport) -> list[str]:
     """What moved from each stage to the next, and what it cost, or why TPOT does not show it."""
+    return [*moved_figures(load), *remarks(load)]
+
+
+def moved_figures(load: TableReport) -> list[str]:
+    """The headlines of each stage beside those of the one above."""
     rows = {row.key: row for row in load.rows}
     moves = [(c.above, c.stage) for c in load.costs] if isinstance(load, FrontEndReport) else pairwise(load.num_runs)
-    told = [
+    return [
         f"{above} -> {stage}: {'; '.join(_move(rows[key], above, stage) for key in load.headlines)}."
         for above, stage in moves
     ]
+
+
+def remarks(load: TableReport) -> list[str]:
+    """What the table does not say."""
     if isinstance(load, FrontEndReport):
-        told += [_cost(cost, load) for cost in load.costs]
-    elif isinstance(load, LoadReport):
-        told += [_replays(stage, load) for stage in load.replays]
-        told += _why_not_tpot(load)
-    return told
+        return [_cost(cost, load) for cost in load.costs]
+    if isinstance(load, LoadReport):
+        return [*(_replays(stage, load) for stage in load.replays), *_why_not_tpot(load)]
+    return []
 
 
 def _move(row: Row, above: str, stage: str) -> str:
-    unit = f" {_shown_unit(row)}" if row.unit else ""
+    unit = f" {shown_unit(row.unit)}" if row.unit else ""
     before, after = row.values[above], row.values[stage]
     change = f" ({format_ratio(after / before)})" if before and after is not None else ""
     return f"{row.label} {format_value(row, before)} -> {format_value(row, after)}{unit}{change}"
@@ -228,5 +256,5 @@ def verdict(report: LadderReport) -> list[str]:
     return lines
 
 
-def _left_out(report: LadderReport) -> list[str]:
+def left_out(report: LadderReport) -> list[str]:
     return [f"{load}: left out, {why}" for load, why in report.left_out.items()]
