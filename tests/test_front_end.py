@@ -38,7 +38,7 @@ FAKES = {
 TINY = [
     "--rounds=2", "--streams=2", "--stream-tokens=12", "--long-prompts=1", "--long-prompt-len=300", "--requests=3",
     "--prefix-len=64", "--tail-len=8", "--front-end-streams=5", "--front-end-requests=2", "--front-end-tokens=6",
-    "--front-end-prompt-words=8",
+    "--front-end-prompt-words=8", "--no-simulated",
 ]  # fmt: skip
 
 

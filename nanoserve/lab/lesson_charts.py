@@ -1,4 +1,4 @@
-"""The pictures that only lessons draw: a knob and its price, and the map of the KV blocks.
+"""The pictures that only lessons draw: a knob and its price, what KV memory holds, and the maps of its blocks.
 
 Colours, captions and titles are those of charts.py. A figure takes what was measured or simulated, and a `Setting`
 that its title names. Laws: tests/test_lessons.py.
@@ -15,6 +15,7 @@ from nanoserve.lab.metrics import Spread, request_times
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     from nanoserve.lab.block_history import BlockMap
     from nanoserve.record import StepRecord
@@ -116,15 +117,23 @@ def block_map(maps: Mapping[str, BlockMap], num_blocks: int, setting: Setting) -
 
 
 def _draw_map(ax: Axes, blocks: BlockMap, num_blocks: int) -> None:
-    from matplotlib.patches import Rectangle
-
     for block_id in range(1, num_blocks):
         row, column = divmod(block_id, COLUMNS)
         refs, cached = blocks.refs.get(block_id, 0), bool(blocks.cached and block_id in blocks.cached)
         colour = _colour(blocks.content.get(block_id, 0)) if refs or cached else EMPTY
-        ax.add_patch(Rectangle((column, row), 0.92, 0.92, facecolor=colour, alpha=1 if refs else 0.45))
+        ax.add_patch(_square(column, row, colour, alpha=1 if refs else 0.45))
         label = str(refs) if refs else "-" if cached else ""
         ax.text(column + 0.46, row + 0.5, label, ha="center", va="center", fontsize=7)
+    _frame(ax, num_blocks)
+
+
+def _square(column: int, row: int, colour: str, alpha: float = 1) -> Rectangle:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column, row), 0.92, 0.92, facecolor=colour, alpha=alpha)
+
+
+def _frame(ax: Axes, num_blocks: int) -> None:
     ax.set_xlim(0, COLUMNS)
     ax.set_ylim(-(-num_blocks // COLUMNS), 0)
     ax.set_xticks([])
@@ -135,3 +144,78 @@ def _colour(content: int) -> str:
     """`Prefixes.content`: odd where others begin alike, by group from 1 on."""
     group, is_common = divmod(content, 2)
     return PREFIX_COLOURS[(group - 1) % len(PREFIX_COLOURS)] if is_common else OWN
+
+
+class KVHeld(NamedTuple):
+    """Tokens, each a mean over the steps of a run."""
+
+    stored: float  # whose keys and values are in the pool
+    held: float  # that the blocks in use have room for
+
+
+def kv_held(records: Sequence[StepRecord], block_size: int) -> KVHeld:
+    """At the ends of the steps of a run with private blocks that was not one step ahead."""
+    computed: dict[str, int] = {}
+    stored = held = 0
+    for record in records:
+        for request_id, n in record.num_scheduled_tokens.items():
+            computed[request_id] = record.hit_tokens.get(request_id, computed.get(request_id, 0)) + n
+        for request_id in (*record.preempted, *record.finished):
+            computed.pop(request_id, None)
+        stored += sum(computed.values())
+        held += record.num_used_blocks * block_size
+    return KVHeld(stored / len(records), held / len(records))
+
+
+def kv_fill(fills: Mapping[str, KVHeld], num_tokens: int, setting: Setting) -> Figure:
+    """A bar a run, in tokens: stored (solid), held and empty (hatched), of a pool of that size (dashed)."""
+    figure = _figure(height=1.8 + 0.6 * len(fills))
+    ax = figure.add_subplot()
+    for row, fill in enumerate(fills.values()):
+        ax.barh(row, fill.stored, color=look_of("v0").colour, height=0.6)
+        ax.barh(
+            row,
+            fill.held - fill.stored,
+            left=fill.stored,
+            facecolor="none",
+            edgecolor="#777777",
+            hatch="///",
+            height=0.6,
+        )
+        text = f"{fill.stored:,.0f} of {fill.held:,.0f}"
+        ax.annotate(text, (fill.held, row), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.axvline(num_tokens, color="black", linestyle="--", linewidth=1)
+    ax.set_yticks(range(len(fills)), labels=list(fills))
+    ax.invert_yaxis()
+    ax.margins(x=0.16)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.set_xlabel("tokens, mean over steps: stored (solid), held and empty (hatched); dashed: the pool")
+    shares = ", ".join(f"{name} {fill.stored / fill.held:.0%}" for name, fill in fills.items())
+    return _finish(
+        figure, setting, "What the KV memory holds", f"Hatched memory is held for nothing. Filled: {shares}."
+    )
+
+
+def table_map(tables: Mapping[str, Sequence[int]], num_blocks: int, setting: Setting) -> Figure:
+    """A square a block, coloured by the request whose table it is in, labelled with its place in that table."""
+    figure = _figure(height=1.7 + 0.42 * -(-num_blocks // COLUMNS))
+    ax = figure.add_subplot()
+    owners = {
+        block_id: (row, place) for row, table in enumerate(tables.values()) for place, block_id in enumerate(table)
+    }
+    names = list(tables)
+    for block_id in range(1, num_blocks):
+        row, column = divmod(block_id, COLUMNS)
+        owner, place = owners.get(block_id, (None, 0))
+        colour = EMPTY if owner is None else PREFIX_COLOURS[owner % len(PREFIX_COLOURS)]
+        ax.add_patch(_square(column, row, colour, alpha=0.6))
+        label = "" if owner is None else f"{names[owner]}[{place}]"
+        ax.text(column + 0.46, row + 0.38, label, ha="center", va="center", fontsize=9)
+        ax.text(column + 0.46, row + 0.76, str(block_id), ha="center", va="center", fontsize=7, color="#333333")
+    _frame(ax, num_blocks)
+    ax.spines[["left", "bottom"]].set_visible(False)
+    caption = (
+        "A square is a block, its id below. A[1] is the second block of A: a request's blocks may lie anywhere, and "
+        "in any order. Pale: free."
+    )
+    return _finish(figure, setting, "Which block is in whose table", caption)
