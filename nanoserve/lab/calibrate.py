@@ -1,33 +1,35 @@
 """`nanoserve calibrate`: the costs of a step, fitted to the records of a real run, for `nanoserve simulate`.
 
-A step's time (decided to done) is fitted by least squares of relative errors on its counts, no coefficient below 0,
-without steps that are far off (a warm-up, a busy machine); then a factor by its number of tokens takes up what a sum
-cannot say. The gap from a step to the next is the host's, told apart. Laws: tests/test_costs.py.
+A step's time (decided to done) is fitted by least squares, with no cost below 0, as what so many tokens take plus a sum
+over rows and attention; steps that are far off (a warm-up, a busy machine) are left out. The gap from a step to the
+next is the host's, told apart. `--check` simulates other runs with it, and says how far off. Laws: tests/test_costs.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, median_low
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanoserve.lab.costs import StepLoad, Table, attention_of
+from nanoserve.lab.costs import StepLoad, Table, attention_of, shares
+from nanoserve.lab.held_out import compare
 from nanoserve.lab.metrics import percentile
 from nanoserve.record import StepRecord, TraceHeader, read_trace
 
 if TYPE_CHECKING:
     import numpy as np
 
-MIN_STEPS = 20  # to fit five numbers to
-FAR_OFF = 3.0  # a step that takes so many times what was fitted, or that part of it, is left out
-NUM_KNOTS = 12
+MIN_STEPS = 20
+FAR_OFF = 1.35  # times what was fitted, or that part of it: a core that somebody else uses too takes 1.5
 MIN_STEPS_A_KNOT = 5
+NUM_PASSES = 4  # of the fit: each weighs errors by what the one before has found
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,31 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="written by --record; of one engine")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for --costs table:FILE")
-    parser.add_argument("--json", action="store_true", help="print the file's content")
+    parser.add_argument(
+        "--check", nargs="+", type=Path, default=[], metavar="TRACE", help="runs to simulate, and to compare with"
+    )
+    parser.add_argument("--json", action="store_true", help="print the costs and the comparisons as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, fit, write, print. ValueError for traces that cannot be fitted to."""
+    """Read, fit, write, compare, print. ValueError for traces that cannot be fitted to, or compared with."""
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"--out {args.out} is in a folder that does not exist; make it first.")
-    steps: list[Measured] = []
-    headers: list[TraceHeader] = []
-    for path in args.traces:
-        header, records = read_trace(path)
-        headers.append(header)
-        steps += measured_steps(records)
-    table = fit(steps, source=_source(headers))
+    traces, held_out = [read_trace(path) for path in args.traces], [read_trace(path) for path in args.check]
+    source = _source([header for header, _ in traces])
+    if others := {f"{h.config.get('model')} on {h.device}" for h, _ in held_out} - {source}:
+        raise ValueError(f"--check has a run of {others.pop()}, and the costs are those of {source}; leave it out.")
+    table = fit([step for _, records in traces for step in measured_steps(records)], source)
     encoded = msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n"
     args.out.write_bytes(encoded)
-    print(encoded.decode() if args.json else _told(table, args.out), end="")
+    checks = {str(path): compare(*trace, table) for path, trace in zip(args.check, held_out, strict=True)}
+    if args.json:
+        errors = {path: {**asdict(check), "errors": check.errors} for path, check in checks.items()}
+        print(msgspec.json.format(msgspec.json.encode({"table": table, "checks": errors}), indent=1).decode())
+    else:
+        print(_told(table, args.out))
+        for path, check in checks.items():
+            print(f"{path}: {check}")
     return 0
 
 
@@ -77,16 +87,17 @@ def _source(headers: Sequence[TraceHeader]) -> str:
 
 
 def _told(table: Table, out: Path) -> str:
+    knots = zip(table.knot_tokens, table.knot_us, strict=True)
     lines = [
-        f"Fitted to {table.num_steps:,} steps of {table.source}:",
-        f"  {table.base_us:,.1f} us a step, {table.token_us:,.3f} a token, {table.request_us:,.3f} a request, "
-        f"{table.context_us:,.5f} a token of context, {table.attention_us:,.6f} a pair of attention",
-        f"  times {min(table.knot_factors):.2f} to {max(table.knot_factors):.2f}, by the number of tokens",
-        f"  from the end of a step to the start of the next {table.gap_us:,.0f} us on average",
+        f"Fitted to {table.num_steps:,} steps of {table.source}, microseconds:",
+        "  a step of so many tokens: " + ", ".join(f"{tokens:,.0f}: {us:,.0f}" for tokens, us in knots),
+        f"  and {table.request_us:,.3f} a request, {table.context_us:,.5f} a token of context, "
+        f"{table.attention_us:,.6f} a pair of attention",
+        f"  from the end of a step to the start of the next {table.gap_us:,.0f} on average",
         f"  error of a step: median {table.median_error:.1%}, P90 {table.p90_error:.1%}",
         f"Written: {out}; use it as --costs table:{out}",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def measured_steps(records: Sequence[StepRecord]) -> Iterator[Measured]:
@@ -125,62 +136,81 @@ def fit(steps: Iterable[Measured], source: str = "") -> Table:
     if len(usable) < MIN_STEPS:
         raise ValueError(f"{len(usable)} steps are too few to fit costs to; record at least {MIN_STEPS}.")
     gaps = [step.gap_us for step in usable if step.gap_us is not None]
-    features = np.array([[1, *step.load] for step in usable], dtype=float)
-    times = np.array([step.us for step in usable])
-    coefficients = _least_squares(features, times)
-    ratio = times / (features @ coefficients)
-    near = (ratio < FAR_OFF) & (ratio > 1 / FAR_OFF)
-    if near.sum() >= MIN_STEPS:
-        features, times = features[near], times[near]
-        coefficients = _least_squares(features, times)
-    knots, factors = _knots(features[:, 1], times, features @ coefficients)
-    base_us, token_us, request_us, context_us, attention_us = map(float, coefficients)
+    knots = _knots([step.load.num_tokens for step in usable])
+    features = np.array([_features(step.load, knots) for step in usable])
+    costs, kept = _weighted_fit(features, np.array([step.us for step in usable]))
+    request_us, context_us, attention_us = costs[len(knots) :]
     table = Table(
         source=source,
-        base_us=base_us,
-        token_us=token_us,
+        knot_tokens=knots,
+        knot_us=costs[: len(knots)],
         request_us=request_us,
         context_us=context_us,
         attention_us=attention_us,
-        knot_tokens=knots,
-        knot_factors=factors,
         gap_us=mean(gaps) if gaps else 0.0,
-        num_steps=len(times),
+        num_steps=len(kept),
     )
-    loads = [StepLoad(*(int(n) for n in row[1:])) for row in features]
-    errors = [abs(table.step_us(load) / us - 1) for load, us in zip(loads, times.tolist(), strict=True)]
+    errors = [abs(table.step_us(usable[i].load) / usable[i].us - 1) for i in kept]
     return msgspec.structs.replace(table, median_error=median(errors), p90_error=percentile(errors, 90))
 
 
-def _least_squares(features: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The best coefficients >= 0 for relative errors: of every choice of features, so few that all can be tried."""
+def _knots(tokens: Sequence[int]) -> list[float]:
+    """The median of each group of steps with about as many tokens: a group is a power of two, give or take."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for n in tokens:
+        groups[round(math.log2(n))].append(n)
+    knots = sorted({float(median_low(group)) for group in groups.values() if len(group) >= MIN_STEPS_A_KNOT})
+    return knots or [float(median_low(tokens))]
+
+
+def _features(load: StepLoad, knots: Sequence[float]) -> list[float]:
+    """What the costs of a `Table` are multiplied with: of each knot, of a request, of context and attention."""
+    row = [0.0] * len(knots)
+    for i, share in shares(knots, load.num_tokens):
+        row[i] = share
+    return [*row, float(load.num_requests), float(load.context), float(load.attention)]
+
+
+def _weighted_fit(features: np.ndarray, times: np.ndarray) -> tuple[list[float], list[int]]:
+    """Costs, and which steps they were fitted to. An error counts by its share of what was *fitted* before: by its
+    share of what was measured, a step that took too long would count for less than one that was too fast, and a whole
+    run would come out too short."""
     import numpy as np
 
-    weighted, ones = features / times[:, None], np.ones(len(times))
-    best, best_error = np.zeros(features.shape[1]), float("inf")
-    for size in range(1, features.shape[1] + 1):
-        for chosen in combinations(range(features.shape[1]), size):
-            columns = weighted[:, chosen]
-            scale = np.maximum(np.abs(columns).max(axis=0), np.finfo(float).tiny)  # a column may be all 0
-            found = np.linalg.lstsq(columns / scale, ones, rcond=None)[0] / scale
-            error = float(((columns @ found - ones) ** 2).sum())
-            if (found >= 0).all() and error < best_error:
-                best, best_error = np.zeros(features.shape[1]), error
-                best[list(chosen)] = found
-    return best
+    expected, near = times, np.full(len(times), True)
+    costs = np.zeros(features.shape[1])
+    for _ in range(NUM_PASSES):
+        costs = least_squares(features[near] / expected[near, None], times[near] / expected[near])
+        fitted = features @ costs
+        expected = np.maximum(fitted, times.min() / FAR_OFF)  # a step that nothing was fitted to may come out as 0
+        near = (times < FAR_OFF * expected) & (times > expected / FAR_OFF)
+        if near.sum() < MIN_STEPS:
+            near[:] = True
+    return [float(cost) for cost in costs], [int(i) for i in np.flatnonzero(near)]
 
 
-def _knots(tokens: np.ndarray, times: np.ndarray, sums: np.ndarray) -> tuple[list[float], list[float]]:
-    """Of groups of steps of about as many tokens, the median tokens, and all their time over what the sum says: so that
-    a whole run takes as long as it took, on a machine whose steps vary too."""
+def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the least |a x - b|: Lawson and Hanson 1974, chapter 23. Numbers are freed of the bound one by
+    one, the one that helps most first; one that would fall below 0 on the way is bound again."""
     import numpy as np
 
-    edges = np.geomspace(tokens.min(), tokens.max() + 1, NUM_KNOTS + 1)
-    knots: list[float] = []
-    factors: list[float] = []
-    for low, high in pairwise(edges):
-        group = (low <= tokens) & (tokens < high)
-        if group.sum() >= MIN_STEPS_A_KNOT:
-            knots.append(float(np.median(tokens[group])))
-            factors.append(float(times[group].sum() / sums[group].sum()))
-    return (knots, factors) if knots else ([1.0], [float(times.sum() / sums.sum())])
+    scale = np.maximum(np.linalg.norm(a, axis=0), np.finfo(float).tiny)  # a column may be all 0
+    a = a / scale
+    x, free = np.zeros(a.shape[1]), np.full(a.shape[1], False)
+    for _ in range(10 * len(x)):  # rounding could make it go in circles
+        pull = np.where(free, -np.inf, a.T @ (b - a @ x))
+        if pull.max() < 1e-9 * np.linalg.norm(b):
+            break
+        free[pull.argmax()] = True
+        while True:
+            best = np.zeros(len(x))
+            best[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            below = free & (best <= 0)
+            if not below.any():
+                x = best
+                break
+            fall = np.maximum(x[below] - best[below], np.finfo(float).tiny)
+            x = x + (x[below] / fall).min() * (best - x)
+            free &= x > 1e-12 * x.max()
+            x[~free] = 0
+    return x / scale

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import msgspec
 
 from nanoserve.lab.gpus import Gpu, Memory, ModelSize
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 
 
 class StepLoad(NamedTuple):
@@ -138,73 +139,75 @@ class Roofline:
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """Fitted: a sum over the counts of a step, times a factor interpolated between knots over its number of tokens.
+    """Fitted: what a step of so many tokens takes, read off a line through the knots, plus a sum over its rows.
 
-    The file that `nanoserve calibrate` writes is this, as JSON. `gap_us`: the mean from the end of a step to the
-    start of the next, which is the host's (`Host.step_us`).
+    The tokens' part is all that a model does token by token: the products, the norms, the host's work on them. A row
+    adds `request_us`, and what attention does for it: `context_us` for each token whose KV it reads, `attention_us` for
+    each pair. The file that `nanoserve calibrate` writes is this, as JSON. `gap_us`: the mean from the end of a step to
+    the start of the next, which is the host's (`Host.step_us`).
     """
 
     needs_context: ClassVar[bool] = True
 
     version: int = TABLE_VERSION
     source: str = ""  # what was recorded
-    base_us: float
-    token_us: float
+    knot_tokens: list[float]  # rising
+    knot_us: list[float]
     request_us: float
     context_us: float
     attention_us: float
-    knot_tokens: list[float] = []  # rising
-    knot_factors: list[float] = []
     gap_us: float = 0.0
     num_steps: int = 0  # that it was fitted to
     median_error: float = 0.0  # |fitted / measured - 1| over those steps
     p90_error: float = 0.0
 
-    def sum_us(self, load: StepLoad) -> float:
-        return (
-            self.base_us
-            + self.token_us * load.num_tokens
-            + self.request_us * load.num_requests
-            + self.context_us * load.context
-            + self.attention_us * load.attention
-        )
-
-    def factor(self, num_tokens: int) -> float:
-        """Linear in the logarithm of the tokens between two knots, flat outside of them."""
-        knots, factors = self.knot_tokens, self.knot_factors
-        if not knots:
-            return 1.0
-        index = bisect_right(knots, num_tokens)
-        if index in (0, len(knots)):
-            return factors[min(index, len(knots) - 1)]
-        low, high = knots[index - 1], knots[index]
-        part = math.log(num_tokens / low) / math.log(high / low)
-        return factors[index - 1] + part * (factors[index] - factors[index - 1])
+    def tokens_us(self, num_tokens: int) -> float:
+        """Straight from knot to knot, and straight on beyond both ends; never below 0."""
+        return max(0.0, sum(share * self.knot_us[i] for i, share in shares(self.knot_tokens, num_tokens)))
 
     def step_us(self, load: StepLoad) -> int:
-        return max(1, round(self.sum_us(load) * self.factor(load.num_tokens)))
+        rows_us = (
+            self.request_us * load.num_requests + self.context_us * load.context + self.attention_us * load.attention
+        )
+        return max(1, round(self.tokens_us(load.num_tokens) + rows_us))
 
     def __str__(self) -> str:
         return f"table fitted to {self.num_steps:,} steps of {self.source or 'a recorded run'}"
 
 
+def shares(knots: Sequence[float], n: float) -> list[tuple[int, float]]:
+    """The two knots (one, where there is only one) on whose line n lies, and the share that each has in its value."""
+    if len(knots) == 1:
+        return [(0, 1.0)]
+    low = min(max(bisect_right(knots, n) - 1, 0), len(knots) - 2)
+    part = (n - knots[low]) / (knots[low + 1] - knots[low])
+    return [(low, 1 - part), (low + 1, part)]
+
+
 def read_table(path: str | Path) -> Table:
     """What `nanoserve calibrate` wrote. Raises OSError, and ValueError for anything else."""
     try:
+        version = msgspec.json.decode(Path(path).read_bytes(), type=_Versioned).version
+        if version != TABLE_VERSION:
+            raise ValueError(
+                f"{path} has format version {version}; this build reads {TABLE_VERSION}: calibrate once more."
+            )
         table = msgspec.json.decode(Path(path).read_bytes(), type=Table)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} is not a table of costs ({error}); write one with nanoserve calibrate.") from None
-    if table.version != TABLE_VERSION:
-        raise ValueError(f"{path} has format version {table.version}; this build reads {TABLE_VERSION}.")
-    numbers = [table.base_us, table.token_us, table.request_us, table.context_us, table.attention_us, table.gap_us]
+    numbers = [*table.knot_us, table.request_us, table.context_us, table.attention_us, table.gap_us]
     knots = table.knot_tokens
-    ok = all(0 <= n < math.inf for n in numbers) and all(0 < f < math.inf for f in table.knot_factors)
-    rising = all(0 < a < b for a, b in pairwise(knots)) and all(k > 0 for k in knots)
-    if not ok or not rising or len(knots) != len(table.knot_factors):
-        raise ValueError(
-            f"{path} has a coefficient below 0, or knots that do not rise; write it with nanoserve calibrate."
-        )
+    ok = all(0 <= n < math.inf for n in numbers) and len(knots) == len(table.knot_us) > 0
+    rising = all(0 < a < b for a, b in pairwise([0.5, *knots]))
+    if not ok or not rising:
+        raise ValueError(f"{path} has a cost below 0, or knots that do not rise; write it with nanoserve calibrate.")
     return table
+
+
+class _Versioned(msgspec.Struct):
+    """What a table of any version has."""
+
+    version: int
 
 
 def parse_costs(text: str) -> Linear | Table:
