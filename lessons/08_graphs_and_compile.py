@@ -1,0 +1,360 @@
+# title: Graphs and compilation
+# question: Why does a fast GPU wait for Python?
+# minutes: 40
+# seams: runner, batch, compile
+# needs: lesson 03; lesson 07 helps
+
+# %% [markdown] slide
+# # Why does a fast GPU wait for Python?
+#
+# A GPU does nothing by itself: the host, in Python, launches one operation after the other. For a step with thousands of tokens that is nothing. For a step in which everybody gets one token, it can be most of the time. This lesson counts the launches, records them once as a **graph**, meets the price, fixed shapes, and pays it with padding. Then it makes the operations fewer, and the rest of the host's work less.
+#
+# About 40 minutes. Seams: `runner`, `batch`, `compile`. No GPU needed: a CPU has nothing to record, so a **stand-in** makes the same calls on the same fixed memory. It is *no faster*; sizes, padding and mistakes are those of a GPU.
+
+# %% [markdown] slide
+# ## Predict
+#
+# 1. A model with five layers computes one token of one request. How many operations does the host launch? And one token each of 64 requests?
+# 2. To launch takes 5 µs, to run a small kernel 2 µs. How busy is the GPU?
+# 3. A graph fits one number of tokens. Steps have 1 to 8,192 of them. How many graphs would you record?
+# 4. A step of 100 tokens is padded to 104. Whose text do the four others change?
+
+# %%
+from dataclasses import replace
+
+import torch
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.client import InProcessClient
+from nanoserve.config import STAGES
+from nanoserve.graph_runner import GraphRunner
+from nanoserve.graphs import Dispatcher, GraphMode, default_sizes
+from nanoserve.lab.charts import Setting
+from nanoserve.lab.kernel_charts import input_costs, lanes, launch_lanes, operations, padding_chart, replays
+from nanoserve.lab.show import show_diff, show_figure, show_source
+from nanoserve.ops import TorchOps
+from nanoserve.platforms import CpuPlatform, CudaGraphPool
+from nanoserve.request import EngineRequest, NewRequest, StepPlan
+from nanoserve.runner import EagerRunner
+from nanoserve.weights import load_model
+
+# %% [markdown] slide
+# ## Run the old stage: eager
+#
+# Count what torch is asked to compute in one step in which everybody decodes (views compute nothing, and are left out):
+
+# %% slide
+# NBVAL_CHECK_OUTPUT
+small = {"client": InProcessClient, "dtype": "float32", "compile": "none", "max_model_len": 256, "num_blocks": 320}
+eager = replace(STAGES["shared"], ops=TorchOps, **small)
+params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+counts = {}
+with InProcessClient(eager) as client:
+    for n in (1, 8, 64):
+        for i in range(n):
+            client.submit(EngineRequest(id=f"{n}-{i}", prompt_token_ids=list(range(3 + i, 20 + i)), params=params))
+        client.poll(1)  # a step: the prompts
+        counts[n] = sum(operations(lambda: client.poll(1)).values())
+        while client.core.has_work:
+            client.poll(1)
+print("requests -> operations of a decode step:", counts)
+assert counts[1] == counts[8] == counts[64]
+
+# %% [markdown]
+# The same number, however many requests: about 30 in each of five layers, and a few more. Attention is not among them, and adds two kernels a layer.
+#
+# What that means on a GPU, for a model of 28 layers (Qwen3-0.6B) on an H100. Two numbers are assumed, both typical: 5 µs to launch an operation from Python, 2 µs for a kernel, however small. The four matrix products of a layer must read the weights, which takes what it takes.
+
+# %% slide
+from nanoserve.lab.costs import Roofline, StepLoad
+from nanoserve.lab.gpus import Memory, get_gpu, get_model
+
+h100 = Roofline(Memory(model=get_model("qwen3-0.6b"), gpu=get_gpu("h100")))
+weights_us = h100.step_us(StepLoad(num_tokens=1, num_requests=1))
+product = weights_us / 28 / 4
+plain = ([product] + [2.0] * 7) * 4 * 28  # a layer: 4 products, 26 others, 2 of attention
+ways = {"eager": lanes([5.0] * len(plain), [[kernel] for kernel in plain]), "one graph": lanes([10.0], [plain])}
+print(f"{len(plain)} launches; reading all weights takes {weights_us} µs")
+assert ways["eager"].busy < 0.5 and ways["one graph"].busy > 0.99
+assert ways["eager"].end_us > 2 * ways["one graph"].end_us
+setting = Setting("one token of Qwen3-0.6B", "H100, 5 µs a launch, 2 µs a kernel", "simulated", 0)
+show_figure(launch_lanes(ways, 60, setting))
+
+# %% [markdown] slide
+# Above, the device waits after each kernel. Below, the host says once: *this graph*, and the device goes through it alone.
+#
+# ## Record once, replay
+#
+# A graph is a list of kernels **with the addresses of their arguments**. A replay reads and writes the same memory each time, so the step's inputs are copied there first. A toy, and below it the real thing on CUDA; the CPU's stand-in gives back the call that it was given.
+
+# %%
+tokens, result = torch.zeros(4), torch.zeros(4)
+graph = [lambda: torch.mul(tokens, 2, out=result), lambda: result.add_(1)]  # a toy: calls, with their memory
+for step in ([1, 2, 3, 4], [5, 6, 7, 8]):
+    tokens.copy_(torch.tensor(step))
+    for call in graph:
+        call()
+    assert result.tolist() == [2 * n + 1 for n in step]
+assert CpuPlatform().graph_pool()(call) is call
+show_source(CudaGraphPool, "__call__")
+
+# %% [markdown] slide
+# ## Fixed shapes
+#
+# Addresses are fixed, and so are lengths. A graph for each number of tokens would be 8,192 of them. vLLM's list has 51, and a step is padded to the next:
+
+# %% slide
+# NBVAL_CHECK_OUTPUT
+sizes = default_sizes(max_num_seqs=256, max_num_batched_tokens=8192)
+dispatcher = Dispatcher(GraphMode.FULL_AND_PIECEWISE, sizes, max_num_seqs=256)
+print(len(sizes), "sizes:", *sizes[:6], "...", *sizes[-3:])
+print({n: str(dispatcher.dispatch(n, is_uniform=False) or "no graph") for n in (3, 9, 100, 257, 513)})
+assert len(sizes) == 51 and dispatcher.dispatch(513, is_uniform=False) is None
+
+# %%
+show_source(Dispatcher, "dispatch")
+
+# %% slide
+padded = [dispatcher.dispatch(n, is_uniform=False).size for n in range(1, 513)]
+assert sum(padded) / sum(range(1, 513)) < 1.03
+assert max(size - n for n, size in enumerate(padded, 1)) == 15
+show_figure(padding_chart(dispatcher, 520, Setting("every step once", "51 sizes", "simulated", 0)))
+
+# %% [markdown] slide
+# A step of more than 512 tokens replays nothing: it has work enough for the device to stay behind its host.
+#
+# ## Full and piecewise
+#
+# What can be recorded? Everything that looks at *shapes* only. In a decode step each row has one token, so the shape says it all: the whole pass is recorded (**full**). In any other step attention's work depends on how the tokens are spread over the rows. So all but attention is recorded, in pieces, and attention runs between them, as it is (**piecewise**).
+
+# %% slide
+# NBVAL_CHECK_OUTPUT
+for mode in GraphMode:
+    one = Dispatcher(mode, sizes, max_num_seqs=256)
+    decode, mixed = one.dispatch(8, is_uniform=True), one.dispatch(100, is_uniform=False)
+    print(f"{mode:<20} 8 decodes: {decode or '-'!s:<15} 100 mixed: {mixed or '-'!s:<15} {len(one.keys)} graphs")
+assert (str(decode), str(mixed)) == ("full decode 8", "piecewise 104")
+
+# %% [markdown] slide
+# ## How chunked prefill meets fixed shapes
+#
+# Chunks made any number of tokens possible in a step, which is just what graphs do not like. A real run: four streams, one long prompt. Every step's record says what it replayed, and the dispatcher predicts it:
+
+# %% slide
+from nanoserve.lab.climb import run_once
+from nanoserve.lab.scale import scale
+
+here = scale()
+load = here.long_prompt()
+budget = {"client": InProcessClient, "compile": "none", "max_num_seqs": 64, "max_num_batched_tokens": here.chunk}
+records, _ = run_once(here.fit(replace(STAGES["v1"], **budget)), load)
+here_dispatcher = Dispatcher(GraphMode.FULL_AND_PIECEWISE, default_sizes(64, here.chunk), 64)
+for record in records:
+    counts_now = record.num_scheduled_tokens.values()
+    key = here_dispatcher.dispatch(sum(counts_now), is_uniform=set(counts_now) == {1}) if counts_now else None
+    assert record.graph == str(key or "")
+show_figure(replays(records, here.setting(load)))
+
+# %% [markdown] slide
+# Full chunks fill the budget, are larger than any graph, and do not need one. The *rest* of a prompt and short prompts are piecewise. Between prompts, where launches hurt most, all is full.
+#
+# ## Padding must do nothing
+#
+# Prediction 4: nobody's, if three things are so. A padding token has slot -1, so its key is not stored; a padding row has key length 0, so it reads nothing; and both are reset **in every step**, for the memory still holds the step before:
+
+# %% slide
+from nanoserve.static_inputs import StaticInputs
+
+show_source(StaticInputs, "fill_tokens")
+
+# %% [markdown]
+# The last line of the loop looks like tidiness. `StoresPadding` leaves it out for the slots: padding keeps those of an earlier, longer step. Three stories at once:
+
+# %% slide
+# NBVAL_CHECK_OUTPUT
+from nanoserve.lab.planted import StoresPadding
+
+v1 = replace(STAGES["v1"], **small | {"num_blocks": 64}, graph_sizes=(8, 32), max_num_seqs=4, max_num_batched_tokens=64)
+beginnings = ["Once upon a time, there was a little dog", "One day, Tom", "The cat sat on the"]
+
+
+def tell(config):
+    with LLM(config=config) as llm:
+        return [o.outputs[0].text for o in llm.generate(beginnings, SamplingParams(temperature=0.0, max_tokens=16))]
+
+
+right, wrong = tell(v1), tell(replace(v1, runner=StoresPadding))
+print(f"right:{right[0]}\nwrong:{wrong[0]}")
+assert right[0] != wrong[0] and right[1:] == wrong[1:]
+
+# %% [markdown] slide
+# Nothing crashed, and it *reads well*. The prompts' step had 19 tokens. A decode of three is padded to eight, and its five padding tokens kept slots 3 to 7 of that step: tokens of the first prompt, whose keys were overwritten. Only a comparison shows it. So the law is: a replayed step gives the tokens of an eager one.
+#
+# ## Flip one field
+
+# All modes give the same text. Then the time of a step on this machine; on a CPU expect no gain:
+
+# %%
+assert tell(replace(v1, runner=EagerRunner, graph_sizes=None)) == right
+assert all(tell(replace(v1, graph_mode=str(mode))) == right for mode in list(GraphMode)[1:])  # the first is none
+for name, runner in {"eager": EagerRunner, "graphs": GraphRunner}.items():
+    done, _ = run_once(here.fit(replace(STAGES["shared"], runner=runner, **budget)), load)
+    decodes = [r.end_s - r.start_s for r in done if set(r.num_scheduled_tokens.values()) == {1}]
+    print(f"{name:<7} {min(decodes) * 1000:.2f} ms for the quickest decode step on {here.device}")
+
+# %% [markdown] slide
+# ## When to capture, and who pays
+#
+# At the start, before the first request: the largest first, since smaller ones then fit in its memory. And *before the KV pool is sized*: the pool takes what is left of the memory, so whatever comes later finds none. The runner captures once with hardly any cache, measures, and drops all:
+
+# %%
+show_source(GraphRunner, "_reserved_bytes")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+with InProcessClient(v1) as client:
+    execution, runner = client.info.execution, client.core.runner
+    try:
+        runner._capture_all(client.core.config)
+    except AssertionError as error:
+        print("refused:", error)
+assert execution.graph_bytes > 0 and execution.graph_sizes == [8, 32]
+
+# %% [markdown] slide
+# ## Fewer operations: compile
+#
+# A graph makes launches cheap; each kernel still takes its 2 µs. But most of the 30 are small change between two matrix products. What is between the attention of one layer and that of the next:
+
+# %% slide
+# NBVAL_CHECK_OUTPUT
+flow = (model := load_model("nanostory", device="cpu")).first(torch.arange(3), torch.arange(3))
+run = torch.inference_mode()(lambda: model.pieces.cross(*model.layers[:2], flow.q_THD, flow, model.ops))
+cross = operations(run)
+print(sum(cross.values()), "operations,", cross["linear"], "of them products")
+assert cross["linear"] == 4 and sum(cross.values()) == 30
+
+# %% [markdown]
+# A compiler can make *one* kernel of what stands between two products: four, so eight in all. `ops=TritonOps` has the same four written by hand. `compile="layers"` compiles this function once for all layers and any number of tokens; `"model"` the whole pass, with attention as an operator that it does not look into. A C++ compiler needs too long for a lesson; so here is what the repository measured on two cores of a CPU, and below it the lanes once more:
+
+# %% slide
+import json
+from pathlib import Path
+
+import nanoserve
+
+fused = [product, 2.0, 2.0, product, 2.0] * 2 * 28  # a layer: 4 products, 4 between them, 2 of attention
+ways["compiled"] = lanes([5.0] * len(fused), [[kernel] for kernel in fused])
+ways["compiled, one graph"] = lanes([10.0], [fused])
+results = Path(nanoserve.__file__).parents[1] / "benchmarks" / "results" / "execution.json"
+measured = json.loads(results.read_text()) if results.exists() else None  # not in an installed package
+for name in ("eager", "graphs, full", "compiled layers", "compiled model") if measured else ():
+    step_ms, how = measured["medians"][name]["1"]["step_ms"], measured["execution"][name]
+    print(f"{name:<16}{step_ms:.2f} ms a step of one token, {how.get('compile_s', 0):.0f} s of compiling")
+assert ways["compiled"].end_us < ways["one graph"].end_us > 2 * ways["compiled, one graph"].end_us
+show_figure(launch_lanes(ways, 60, setting))
+
+# %% [markdown] slide
+# ## The host's other work
+#
+# Before any launch the host makes the step's inputs: ids, positions, slots, tables. v0 made them anew, request by request, in Python. v1 keeps arrays with a row for each request, and a plan patches them:
+
+# %%
+from nanoserve.input_batch import RebuiltBatch
+from nanoserve.persistent_batch import PersistentBatch
+
+show_diff(RebuiltBatch, PersistentBatch, "build")
+
+# %%
+from time import perf_counter
+
+
+def make_inputs(form, num_requests, num_steps=12):
+    """The inputs of the last step, and the least microseconds that one step's took."""
+    ids, greedy = [f"r{i}" for i in range(num_requests)], SamplingParams(temperature=0.0)
+    new = [NewRequest(id, list(range(3, 19)), 16, [2 * i + 1, 2 * i + 2], 0, greedy, None) for i, id in enumerate(ids)]
+    config = replace(eager, max_num_seqs=num_requests).resolve(model_len=256, pool_blocks=0, device="cpu")
+    batch, took = form(config, vocab_size=2048, device=torch.device("cpu")), []
+    for step in range(num_steps):
+        start = perf_counter()
+        plan = StepPlan(step, dict.fromkeys(ids, 1 if step else 16), new=[] if step else new)
+        batch.apply(plan)
+        batch.fill(inputs := batch.build(plan), [7] * num_requests)
+        took.append((perf_counter() - start) * 1e6)
+    return inputs, min(took[1:])
+
+
+# %% slide
+forms = {"rebuilt": RebuiltBatch, "persistent": PersistentBatch}
+made = {name: {n: make_inputs(form, n) for n in (1, 4, 16, 64, 256)} for name, form in forms.items()}
+for one, other in zip(made["rebuilt"].values(), made["persistent"].values(), strict=True):
+    for array in ("input_ids_T", "positions_T", "slot_mapping_T", "seq_lens_R", "block_table_RB"):
+        assert (getattr(one[0], array) == getattr(other[0], array)).all()
+assert made["persistent"][256][1] < made["rebuilt"][256][1] / 2
+took = {name: {n: us for n, (_, us) in each.items()} for name, each in made.items()}
+show_figure(input_costs(took, Setting("greedy decodes", "CPU, one thread", "wall", 0)))
+
+# %% [markdown] slide
+# The same arrays, to the last number. Vectors have a fixed price, so for few requests there is nothing to win; at 256 the old form takes many times as long. The new one's price: every change has to be patched in, and what is forgotten stays (lesson 07's wrong key length was planted there).
+#
+# ## What it costs
+#
+# - **Start-up**: up to 86 graphs are captured, each after a run to warm up; compiling took 16 s for the smallest of models.
+# - **Memory** that the KV pool does not get, and up to 15 tokens of padding in a step.
+# - **Debugging**: a print inside a graph prints once, when it is captured. `--enforce-eager` is the first thing to try.
+#
+# ## Honest history
+#
+# - **v0 captured graphs**, for decodes only. v1 compiles the model by default and cuts it at attention, so that pieces can be captured for any mix of rows; since 0.10 or so full graphs for decodes are back beside them.
+# - **A big model needs graphs less.** A 70B step reads its weights for milliseconds, and launches hide behind that.
+# - **Here a graph is a stand-in**, and no GPU figure stands in this lesson: the lanes are arithmetic with two assumed numbers.
+#
+# ## Questions
+#
+# 1. Prediction 2: how busy is a GPU with 5 µs a launch and 2 µs a kernel?
+# <details><summary>Answer</summary>40 %: it waits for 3 of every 5 µs. With more work in each kernel, more.</details>
+#
+# 2. Why is the largest size captured first?
+# <details><summary>Answer</summary>All graphs share one pool of memory; the smaller ones fit into what the largest took.</details>
+#
+# 3. Why is attention left out of a piecewise graph?
+# <details><summary>Answer</summary>Its work depends on how tokens are spread over rows, which a number of tokens does not say.</details>
+#
+# 4. Why does a step of 2,048 tokens replay nothing?
+# <details><summary>Answer</summary>Its kernels take longer than their launches, so the device is behind its host anyway.</details>
+#
+# 5. Which three things make a padding row harmless?
+# <details><summary>Answer</summary>Slot -1, key length 0, and a reset of both in every step.</details>
+#
+# 6. Why must graphs be counted before the KV pool is sized?
+# <details><summary>Answer</summary>The pool takes all that is left. What comes later does not fit.</details>
+
+# %% [markdown] slide
+# ## Exercise
+#
+# An engine with `max_num_seqs=8` captures 1, 2, 4, 8 and 16. How many tokens are computed for steps of 3, 5, 9 and 17? Then think of a size to add for a service whose batch always has six decodes.
+
+# %%
+my_sizes = {3: None, 5: None, 9: None, 17: None}
+
+tiny = Dispatcher(GraphMode.FULL_AND_PIECEWISE, default_sizes(8, 8192), max_num_seqs=8)
+keys = {n: tiny.dispatch(n, is_uniform=False) for n in my_sizes}
+computed = {n: key.size if key else n for n, key in keys.items()}
+assert all(guess in (None, computed[n]) for n, guess in my_sizes.items()), "the next of 1, 2, 4, 8, 16; or no graph"
+
+# %% [markdown]
+# ### Solution
+#
+# <details><summary>Show</summary>4, 8, 16, and 17: above the largest size nothing is padded. With 6 in <code>graph_sizes</code> the six decodes waste nothing; without it a quarter of each step is padding.</details>
+
+# %%
+assert computed == {3: 4, 5: 8, 9: 16, 17: 17}
+assert Dispatcher(GraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 6, 8), 8).dispatch(6, is_uniform=True).size == 6
+
+# %% [markdown] slide
+# ## In vLLM, look at
+#
+# - `vllm/v1/cudagraph_dispatcher.py`: the dispatcher; `vllm/config/compilation.py`: modes and sizes.
+# - `vllm/compilation/backends.py`: how a compiled model is cut at attention.
+# - `vllm/v1/worker/gpu_input_batch.py`: the persistent batch; `gpu_model_runner.py`: `capture_model`.
+#
+# To compile for yourself: `nanoserve generate --compile layers "Once upon a time"`; `python benchmarks/execution.py` measures every way to run a step. Exercises 11 and 15 are about padding and the dispatcher. Next: **09, from v0 to v1**.
