@@ -19,7 +19,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint types pytest coverage test-long test-ui test-triton36 format clean setup setup-dev
+.PHONY: help demo test lint types pytest coverage test-long test-ui test-triton36 slides format clean setup setup-dev
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,12 +57,15 @@ test-ui: $(DEV) ## the tests that drive a browser (tests/ui)
 test-triton36: $(DEV) $(TRITON36)/.installed ## compile the kernels ahead of time with triton 3.6.0, in a venv of its own
 	AOT_PYTHON=$(TRITON36)/bin/python $(BIN)/pytest tests/test_kernels_compiled.py $(ARGS)
 
+slides: $(DEV) ## decks from the lessons, one HTML file each that needs no network, to slides/ (docs/workshop.md)
+	$(BIN)/python scripts/build_slides.py $(ARGS)
+
 format: $(DEV) ## format the code and apply the safe lint fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 clean: ## remove caches, packages and .venv
-	rm -rf $(VENV) $(TRITON36) dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(TRITON36) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What triton 3.6.0 compiles does not depend on the version of torch, from which it only takes tensors without memory.

@@ -4,14 +4,14 @@
 # seams: all of them, from afar
 # needs: Python, and having called a language model from it
 
-# %% [markdown]
+# %% [markdown] slide
 # # What happens between a prompt and its answer?
 #
 # You send a text and get a text. In between, a serving engine takes one request through ten hops, together with everybody else's. This lesson follows one request, looks at each hop, and shows which of them vLLM's second engine, v1, changed.
 #
 # About 25 minutes. No GPU needed: a model of 1.25 million parameters comes with the package and tells children's stories.
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Predict
 #
 # A prompt of ten tokens is answered with 24 tokens.
@@ -32,12 +32,12 @@ from nanoserve.lab.metrics import request_times
 from nanoserve.lab.show import show_diff, show_figure, show_source
 from nanoserve.record import ListRecorder
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Run the old stage
 #
 # `LLM` and `SamplingParams` are named as vLLM names them. `stage="v0"` is an engine as vLLM was up to 0.8; `observer` gets a record of every step. Temperature 0 means: always the most likely token.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 prompt = "Once upon a time, there was a little dog"
 params = SamplingParams(temperature=0.0, max_tokens=24)
@@ -47,26 +47,26 @@ with LLM(stage="v0", device="cpu", observer=recorder) as llm:
     tokenizer, info = llm.get_tokenizer(), llm.info
 print(output.outputs[0].text)
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Hops 1 to 3: from text to a request
 #
 # 1. A server checks the request (here `LLM` does).
 # 2. The tokenizer turns text into numbers.
 # 3. A *client* hands them to the engine: tokens only, and plain data, so that the engine may live in another process.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 first, *others = recorder.records
 [request] = first.arrivals
 print(request.prompt_token_ids, "is", [tokenizer.decode([i]) for i in request.prompt_token_ids])
 assert request.prompt_token_ids == tokenizer.encode(prompt)
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Hops 4 to 9: a step
 #
 # Everything that the engine does, it does in steps. A step is three verbs: *decide* who gets how many tokens (the scheduler), *run* the model on them (the runner), *take* what it sampled. This is the loop of the whole engine:
 
-# %%
+# %% slide
 from nanoserve.core import EngineCore
 
 show_source(EngineCore, "_step", "_launch")
@@ -74,7 +74,7 @@ show_source(EngineCore, "_step", "_launch")
 # %% [markdown]
 # **Hop 4**, the scheduler queues the request. **Hop 5**, it decides. The decision is a *plan*: request → number of tokens. Nothing else is said about phases, prompts or answers. What was decided in the first three steps:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 for record in recorder.records[:3]:
     [num_tokens] = record.num_scheduled_tokens.values()
@@ -92,7 +92,7 @@ assert sum(steps) == 10 + 24 - 1
 # %% [markdown]
 # Why can a decode step get by with one token? Because the **KV cache** keeps the keys and values of all before it. It is cut into *blocks* of 16 tokens; a request has a table of blocks, as a process has a table of memory pages. The scheduler asked the block manager for room, and the record says which blocks it gave, and when:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 for record in recorder.records:
     for block_ids in record.new_blocks.values():
@@ -128,12 +128,12 @@ assert last.num_used_blocks == 0
 assert story.token_ids == output.outputs[0].token_ids
 assert tokenizer.decode(story.token_ids) == output.outputs[0].text
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Several at once
 #
 # An engine that serves one request wastes its machine. Here are four, with answers of different lengths. A lane is a request, a cell a step. Prompts that were there from the start are computed in one step; those who finish make no hole, since each step is decided anew (*continuous batching*). v0 has that already.
 
-# %%
+# %% slide
 together = ListRecorder()
 lengths = [SamplingParams(temperature=0.0, max_tokens=n) for n in (6, 12, 18, 24)]
 with LLM(stage="v0", device="cpu", observer=together) as llm:
@@ -146,12 +146,27 @@ sizes = [len(record.num_scheduled_tokens) for record in together.records]
 assert sizes == [4] * 6 + [3] * 6 + [2] * 6 + [1] * 6
 assert all(output.outputs[0].text.startswith(answer.outputs[0].text) for answer in answers)
 
-# %% [markdown]
+# %% [markdown] slide
+# ## Watch one run
+#
+# Sixteen requests, one every fifth of a second. In JupyterLab the picture follows the run, and a button stops it; elsewhere you see its end. From the top: blocks in use, tokens in each step, gaps between two tokens.
+
+# %% slide
+from nanoserve.lab.scale import scale
+from nanoserve.lab.widgets_live import live_view
+from nanoserve.lab.workload import random_tokens, shared_system_prompt
+
+here = scale()
+load = shared_system_prompt(random_tokens(here.vocab_size), num_requests=16, prefix_len=256, output_tokens=400)
+load = replace(load, arrivals=[replace(a, at_s=0.2 * i) for i, a in enumerate(load.arrivals)])
+live_view(here.fit(STAGES["shared"]), load, here.setting(load))
+
+# %% [markdown] slide
 # ## Flip one field
 #
 # The engine is put together from classes, and its config names them. A stage is the stage before it with a field or two replaced. These are the architectural shifts from v0 to v1:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 seams = ("scheduler", "client", "blocks", "runner", "batch", "async_scheduling")
 before = STAGES["v0"]
@@ -172,10 +187,10 @@ for name, config in STAGES.items():
 # %% [markdown]
 # As a taste, the smallest of the differences: how the front end reaches the engine. On the left a call, on the right a message to another process.
 
-# %%
+# %% slide
 show_diff(InProcessClient, STAGES["multiprocess"].client, "submit")
 
-# %% [markdown]
+# %% [markdown] slide
 # ## What it costs
 #
 # Every shift has a price: chunks delay the long prompt, processes cost a message per step, shared blocks have to be hashed, captured graphs take time and memory at the start. Each lesson charts the price beside the gain; `nanoserve ladder` measures all of it on your machine.
@@ -186,7 +201,7 @@ show_diff(InProcessClient, STAGES["multiprocess"].client, "submit")
 # - The story "v1 is fast because of X" is always too short. Continuous batching and paged blocks, the two best-known ideas, were in v0 from its first day.
 # - Much of what v1 switched on was an option in v0. The lessons say so where it is.
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Questions
 #
 # 1. Why are only 33 tokens computed for a prompt of 10 and an answer of 24?

@@ -4,14 +4,14 @@
 # seams: scheduler
 # needs: lesson 01, or knowing what a KV cache and continuous batching are
 
-# %% [markdown]
+# %% [markdown] slide
 # # Why does one long prompt freeze everyone?
 #
 # Your chat service answers at a steady 120 tokens a second per user. Then somebody pastes a contract of 16,000 tokens, and for half a second all *others* get nothing. This lesson finds the line of code that does it, and why your dashboard may not show it.
 #
 # About 30 minutes. Seam: `scheduler`. No GPU needed.
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Predict
 #
 # Eight users are being streamed to. Every 0.8 s a request with a 16,384-token prompt arrives, four in all. A step of the engine takes 8 ms, plus 30 µs for each token in it. Write down, before you run:
@@ -30,15 +30,16 @@ from nanoserve.lab.lesson_charts import itl_strip
 from nanoserve.lab.rehearsal import rehearse
 from nanoserve.lab.scenarios import SCENARIOS
 from nanoserve.lab.show import show_diff, show_figure, show_source
+from nanoserve.lab.widgets import stage_toggle
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Run the old stage
 #
 # `rehearse` runs the real core, scheduler and block manager. Only the model and the clock are replaced: a cost model says how long a step takes, and a virtual clock moves by that. So the figures are exact, and the same on your machine. A measured run follows.
 #
 # Stage `v0` is vLLM as it was up to 0.8, with its defaults.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 load = SCENARIOS["long-prompt"].build(0)
 v0 = rehearse(STAGES["v0"], load, max_num_batched_tokens=16_384)
@@ -54,21 +55,21 @@ assert gaps.max > 60 * gaps.p50
 #
 # Each dot is one gap that one user sat through. Note the logarithmic axis: between the two clouds there is nothing.
 
-# %%
+# %% slide
 show_figure(itl_strip({"v0": v0.records}, load.groups, "stream", v0.setting))
 
 # %% [markdown]
 # The same run, a lane for each request and a cell for each step. In a wide cell one lane works, and eight are grey: they wait.
 
-# %%
+# %% slide
 show_figure(step_timeline({"v0": v0.records}, v0.setting))
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Why: a step is prompts, or it is decodes
 #
 # An engine has two kinds of work. **Prefill** computes a whole prompt, thousands of tokens in one go. **Decode** computes one new token for each running request. The v0 scheduler never puts both into one step. Here is its policy, whole:
 
-# %%
+# %% slide
 show_source(STAGES["v0"].scheduler, "schedule")
 
 # %% [markdown]
@@ -76,7 +77,7 @@ show_source(STAGES["v0"].scheduler, "schedule")
 #
 # Is that what happened? Look at who shared the step of the first long prompt; the loop checks that *every* step of the run is of one kind.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 frozen = next(record for record in v0.records if "long-0" in record.num_scheduled_tokens)
 print("step", frozen.step, "computes", frozen.num_scheduled_tokens)
@@ -87,7 +88,7 @@ for record in v0.records:
     is_prefill = all(request_id in record.hit_tokens for request_id in record.num_scheduled_tokens)
     assert is_prefill or biggest == 1, f"step {record.step} mixes prompts and decodes"
 
-# %% [markdown]
+# %% [markdown] slide
 # This is **head-of-line blocking**: the work at the head of the line is big, and all others stand behind it. The freeze follows from arithmetic. A user waits for the prompt's step *and* for the decode step after it, which now has nine requests:
 
 # %%
@@ -97,28 +98,28 @@ assert gaps.max == prompt_step_us + decode_step_us == 507_790
 counts = v0.run.members("stream")[0].gaps  # of all eight: gap in µs -> how often
 assert sum(n for gap_us, n in counts.items() if gap_us > 100_000) == 8 * 4
 
-# %% [markdown]
+# %% [markdown] slide
 # Why would anyone schedule like that? Because it is simple and keeps a GPU busy: the batch grows fast, and the first token of the *new* request comes as early as it can. The bill goes to those who are already being served.
 #
 # ## P99 says nothing about it
 #
 # Above, P99 equals the maximum, since one gap in 50 is long (four of 199). Now a service under more ordinary conditions: 32 users with answers of 1,500 tokens, and *once* three prompts of 16,000 tokens at the same moment.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 burst = SCENARIOS["burst"].build(0)
 v0_burst = rehearse(STAGES["v0"], burst, max_num_batched_tokens=16_384)
 gaps = v0_burst.run.itl_us("stream")
 print(f"{gaps.count} gaps: P50 {gaps.p50 / 1000:.2f} ms, P99 {gaps.p99 / 1000:.2f} ms, max {gaps.max / 1000:.0f} ms")
 
-# %%
+# %% slide
 streams = v0_burst.run.members("stream")
 assert gaps.p99 == gaps.p50
 assert all(user.worst_gap_us > 1_400_000 for user in streams)
 assert len(streams) / gaps.count < 1 / 1000
 show_figure(itl_strip({"v0": v0_burst.records}, burst.groups, "stream", v0_burst.setting))
 
-# %% [markdown]
+# %% [markdown] slide
 # P99 is the median. The maximum is 1.5 seconds, and *every* one of the 32 users saw it: the three prompts do not fit into one step, so three long steps follow each other with no decode between them. Each user has 1,499 gaps and one freeze, so fewer than one gap in a thousand is bad; P99 looks at the worst one in a hundred.
 #
 # It gets worse with the mean. *Time per output token*, the mean gap of a request, is on most dashboards:
@@ -137,7 +138,7 @@ assert tpot_ms < 11
 #
 # Now with a real model and a real clock, at a size that fits: the embedded model on a CPU, a larger one when there is a GPU. `scale()` decides. Times differ from run to run, so the cell checks what does not: the long prompt has a step to itself, and everybody is left out of the long prompt's step.
 
-# %%
+# %% slide
 from nanoserve.lab.climb import run_once
 from nanoserve.lab.scale import scale
 
@@ -161,12 +162,12 @@ try:
 except ValueError as error:
     print(error)
 
-# %% [markdown]
+# %% [markdown] slide
 # ## What operators did
 #
 # Three workarounds were common: refuse long prompts, give them replicas of their own, or buy more replicas. Here they are on the same traffic, in a simulation of a 70B model on 8 × H100 in fp8: mostly short requests, one in twenty with 6,000 to 14,000 tokens. A good answer has its first token within 2 s and no gap over 200 ms; the goal is 99 % good answers.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 from nanoserve.lab.costs import Roofline
 from nanoserve.lab.gpus import Memory, get_gpu, get_model
@@ -180,7 +181,7 @@ for row in study.rows:
     print(f"{row['way']:<26}{row['replicas']} replicas, held: {row['held']:<10} worst gaps {gap_ms:4.0f} ms, "
           f"requests at a time {row['emptiest']} to {row['fullest']}")  # fmt: skip
 
-# %% [markdown]
+# %% [markdown] slide
 # Refusing long prompts helps the others and fails those who sent one. Twice the replicas only makes it rarer to be on the same one. Splitting by length does hold the goal here, and its price is in the last column: one replica is crowded while the other is nearly idle. The last row needs none of this; it is the next lesson's.
 
 # %%
@@ -191,12 +192,12 @@ split = ways["v0, split by length"]
 assert split["held"] == "yes" and split["fullest"] > 5 * split["emptiest"]
 assert ways["v1, one pool"]["held"] == "yes" and ways["v1, one pool"]["replicas"] == 2
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Flip one field
 #
 # One field of the config names the policy. The same load, the same engine otherwise, with a budget of 512 tokens a step:
 
-# %%
+# %% slide
 chunked = rehearse(STAGES["chunked"], load, max_num_batched_tokens=512)
 before, after = v0.run, chunked.run
 assert after.itl_us("stream").max == after.itl_us("stream").p50 == 23_360
@@ -204,13 +205,18 @@ assert after.ttft_us("long").p50 > 1.5 * before.ttft_us("long").p50
 runs = {"v0": v0.records, "chunked": chunked.records}
 show_figure(itl_strip(runs, load.groups, "stream", v0.setting))
 
-# %% [markdown]
+# %%
+# In JupyterLab: switch between the two.
+v1 = rehearse(STAGES["v1"], load, max_num_batched_tokens=512)
+stage_toggle({"v0": v0, "v1": v1})
+
+# %% [markdown] slide
 # The freeze is gone: the longest gap falls from 508 to 23 ms. It is not free: the *usual* gap grows from 8 to 23 ms, since everybody's step now carries a piece of a prompt, and the first token of a long prompt comes later. Here are the two policies beside each other; lesson 03 reads the right one line by line.
 
-# %%
+# %% slide
 show_diff(STAGES["v0"].scheduler, STAGES["chunked"].scheduler, "schedule")
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Honest history
 #
 # - **v0 could chunk.** `--enable-chunked-prefill` was there, off by default for most models, and later versions switched it on by themselves for most models with a context of more than 32K. What v1 changed is that there is no other way, and that the code has no phases any more.
@@ -226,7 +232,7 @@ for dtype in ("fp8", "bf16"):
     step_us = Roofline(replace(memory, dtype=dtype)).step_us(step_load)
     print(f"16,384 tokens in one step, 70B on 8 x H100, {dtype}: {step_us / 1000:.0f} ms")
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Questions
 #
 # 1. A user is being streamed to when two prompts of 16,384 tokens arrive at once, the budget is 16,384. How long is the gap, with the costs above?
@@ -243,8 +249,7 @@ for dtype in ("fp8", "bf16"):
 #
 # 5. Which reason does the trace give for a stream that got nothing?
 # <details><summary>Answer</summary><code>paused</code>, with the id of the request whose prefill it waits for.</details>
-
-# %% [markdown]
+#
 # ## Exercise
 #
 # Predict the longest gap when the prompts are 4,096 tokens long and three arrive at the same moment, all within one budget of 16,384. Put your number in and run the cell. Then change `4_096` to 8,192 and explain the new number (hint: how many steps is it now?).

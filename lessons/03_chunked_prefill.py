@@ -4,14 +4,14 @@
 # seams: scheduler
 # needs: lesson 02
 
-# %% [markdown]
+# %% [markdown] slide
 # # How can a long prompt be read without anybody waiting for it?
 #
 # Lesson 02 ended with one flipped field and a freeze of 508 ms that shrank to 23. This lesson reads the policy that did it, turns its knob, and shows what the knob costs. Its idea fits into a sentence: *there are no phases; everybody is some tokens behind, and each step lets everybody catch up within one budget.*
 #
 # About 35 minutes. Seam: `scheduler`. No GPU needed.
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Predict
 #
 # The load is that of lesson 02: eight streams, four prompts of 16,384 tokens, steps of 8 ms plus 30 µs a token. Suppose that a prompt may be cut into pieces of 512 tokens.
@@ -31,14 +31,15 @@ from nanoserve.lab.lesson_charts import KnobPoint, chunk_tradeoff, itl_strip
 from nanoserve.lab.rehearsal import rehearse
 from nanoserve.lab.scenarios import SCENARIOS
 from nanoserve.lab.show import show_diff, show_figure, show_source
+from nanoserve.lab.widgets import chunk_slider
 from nanoserve.scheduler import ChunkedNoMixScheduler, UnifiedScheduler
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Chunking alone does not help
 #
 # The obvious repair is to cut the prompt and change nothing else. `ChunkedNoMixScheduler` does that; several small engines do it today. It exists here only for this cell.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 load = SCENARIOS["long-prompt"].build(0)
 no_mix = replace(STAGES["v0"], scheduler=ChunkedNoMixScheduler)
@@ -47,7 +48,7 @@ cut = rehearse(no_mix, load, max_num_batched_tokens=512)
 for name, result in {"whole prompts": v0, "cut, not mixed": cut}.items():
     print(f"{name:<16} longest gap {result.run.itl_us('stream').max / 1000:6.1f} ms, {result.run.num_steps} steps")
 
-# %% [markdown]
+# %% [markdown] slide
 # It got worse. The streams wait for all 32 pieces, since prompts still go first, and each piece pays the fixed 8 ms of a step. Where the prompt ends does not matter to somebody who has to wait for its end.
 
 # %%
@@ -56,15 +57,15 @@ assert [record.num_scheduled_tokens["long-0"] for record in chunks] == [512] * 3
 assert all(set(record.num_scheduled_tokens) == {"long-0"} for record in chunks)
 assert cut.run.itl_us("stream").max > v0.run.itl_us("stream").max
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Mix: the policy without phases
 #
 # Now let a step hold both. Here is v1's policy, whole. A decode is not a special case: it is a request that is one token behind (`num_behind == 1`). A long prompt is one that is thousands behind.
 
-# %%
+# %% slide
 show_source(UnifiedScheduler, "schedule")
 
-# %% [markdown]
+# %% [markdown] slide
 # Three things to see:
 #
 # - The first loop goes over the **running** requests, in order of admission. Streams were there before the long prompt, so each gets its one token first.
@@ -73,7 +74,7 @@ show_source(UnifiedScheduler, "schedule")
 #
 # The whole trick, as a toy:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 behind = {"stream-0": 1, "stream-1": 1, "stream-2": 1, "long": 1200}  # tokens that are known and not computed
 for step in range(1, 4):
@@ -88,29 +89,29 @@ assert sum(plan.values()) <= 512
 # %% [markdown]
 # And beside the policy of lesson 02:
 
-# %%
+# %% slide
 show_diff(STAGES["v0"].scheduler, UnifiedScheduler, "schedule")
 
-# %% [markdown]
+# %% [markdown] slide
 # On the left two verbs in an `if`; on the right two loops with the same body. Nothing below the scheduler knows which is which: a plan is `{request: tokens}`, and the attention kernel takes any mix of lengths in one call. That kernel is what makes the mix possible at all (lesson 07).
 #
 # ## Flip one field
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 mixed = rehearse(replace(no_mix, scheduler=UnifiedScheduler), load, max_num_batched_tokens=512)
 gaps = mixed.run.itl_us("stream")
 print(f"longest gap {gaps.max / 1000:.2f} ms, P50 {gaps.p50 / 1000:.2f} ms, {mixed.run.num_steps} steps")
 assert gaps.max == 8_000 + 30 * 512
 
-# %%
+# %% slide
 runs = {"v0": v0.records, "cut, not mixed": cut.records, "chunked": mixed.records}
 show_figure(itl_strip(runs, load.groups, "stream", v0.setting))
 
-# %% [markdown]
+# %% [markdown] slide
 # The longest gap is now the length of the fullest step: 8 ms and 512 tokens. It does not depend on the prompt any more: prompts twice as long give the same 23.36 ms. In the timeline, the long prompt's lane turned from one wide cell into many narrow ones, and no stream is grey.
 
-# %%
+# %% slide
 show_figure(step_timeline({"v0": v0.records, "chunked": mixed.records}, v0.setting))
 
 # %%
@@ -122,12 +123,12 @@ assert longer.run.itl_us("stream").max == 23_360
 for record in mixed.records:
     assert not any(reason.code == "paused" for reason in record.left_out.values())
 
-# %% [markdown]
+# %% [markdown] slide
 # ## The knob
 #
 # The chunk size is not a field of its own: it is `max_num_batched_tokens`, less the decodes. Turn it from 128 to 8,192:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 points = {}
 for budget in (128, 256, 512, 1024, 2048, 4096, 8192):
@@ -137,13 +138,17 @@ for budget in (128, 256, 512, 1024, 2048, 4096, 8192):
     print(f"{budget:>5}: longest gap {gaps.max / 1000:6.1f} ms, P50 {gaps.p50 / 1000:5.1f} ms, "
           f"TTFT of the long prompts {ttft.p50 / 1000:7.1f} ms, {run.num_steps} steps")  # fmt: skip
 
-# %%
+# %% slide
 show_figure(chunk_tradeoff(points, v0.setting))
 
-# %% [markdown]
+# %% [markdown] slide
 # - **To the left** the longest gap shrinks, and the long prompt waits: every piece pays the fixed cost of a step again. At 128 a prompt needs longer than the 800 ms until the next one arrives, so they queue up: TTFT is over 2 s.
 # - **To the right** the freeze comes back, though never as long as in v0 unless the budget holds the whole prompt.
 # - **In the middle** look at P50. At 512 *most* gaps are 23 ms, since a prompt is being read most of the time; at 2,048 most gaps are 8 ms and a few are 69. Which is better? That depends on what you promised: a steady stream or a fast one.
+
+# %%
+# In JupyterLab: move the slider, or click on it and use the arrow keys. Each position is a run of its own.
+chunk_slider(load)
 
 # %%
 assert all(p.itl_max_ms < v0.run.itl_us("stream").max / 1000 for p in points.values())
@@ -151,12 +156,12 @@ assert all(a.itl_max_ms < b.itl_max_ms and a.ttft_ms > b.ttft_ms for a, b in pai
 assert points[128].ttft_ms > 2000
 assert points[512].itl_p50_ms > 2 * points[2048].itl_p50_ms
 
-# %% [markdown]
+# %% [markdown] slide
 # ## What it costs, on a large GPU
 #
 # A fixed 8 ms is a slow host, or a small model on a CPU. On 8 × H100 with a 70B model in fp8 a step has a floor too, but of another kind: reading the weights takes 3.3 ms whatever the step does, and up to about 220 tokens ride along for nothing. There, decodes and a chunk share one reading of the weights:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 from nanoserve.lab.costs import Roofline
 from nanoserve.lab.gpus import Memory, get_gpu, get_model
@@ -169,7 +174,7 @@ for name, config, budget in (("v0", STAGES["v0"], 16_384), ("chunked", STAGES["c
     print(f"{name:<8} longest gap {big[name].itl_us('stream').max / 1000:5.1f} ms, TTFT "
           f"{big[name].ttft_us('long').p50 / 1000:.0f} ms, GPU busy {big[name].busy_us / 1e6:.2f} s")  # fmt: skip
 
-# %% [markdown]
+# %% [markdown] slide
 # The freeze goes from 284 to 10 ms, the TTFT stays, and the GPU has *less* to do: 5 % here. That is the original argument for mixing: decodes leave the arithmetic units idle, a chunk of prompt fills them. The roofline leaves out what the host adds to each step; the `linear` costs above show what that does.
 
 # %%
@@ -182,7 +187,7 @@ assert abs(big["chunked"].ttft_us("long").p50 / big["v0"].ttft_us("long").p50 - 
 #
 # A real model, a real clock, one long prompt among a few streams. Times vary; that the *tokens* are the same does not. Whatever shares a step, greedy answers stay equal, to the last token.
 
-# %%
+# %% slide
 from nanoserve.lab.climb import run_once
 from nanoserve.lab.metrics import request_times
 from nanoserve.lab.scale import scale
@@ -197,14 +202,14 @@ answers = [{r.id: r.token_ids for r in request_times(records).values()} for reco
 assert answers[0] == answers[1] or not here.is_exact
 show_figure(itl_strip(measured, small.groups, "stream", here.setting(small)))
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Honest history
 #
 # - **Chunking is older than v1.** The name and the mix are SARATHI's (Agrawal et al., 2023; Sarathi-Serve, OSDI 2024, with "stall-free" batches). Iteration-level scheduling, which it builds on, is Orca's (OSDI 2022). DeepSpeed-FastGen's SplitFuse is a sibling.
 # - **v0 had it**, as an option (`_schedule_chunked_prefill`), beside the phase-split path. v1 made it the only path and took the phases out of the code. Less code is part of the gain.
 # - **The sizes are not SARATHI's.** The papers' chunks are 256 to 512. vLLM v1's default budgets are 2,048 to 16,384 tokens a step, by use and GPU: the right side of the chart, since modern GPUs need more tokens to be busy, and throughput pays the bills. If your streams stutter, this is the first number to lower.
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Questions
 #
 # 1. Why is `ChunkedNoMixScheduler` *worse* than v0 for the streams?

@@ -4,14 +4,14 @@
 # seams: blocks
 # needs: lesson 01, or knowing what a KV cache in blocks is
 
-# %% [markdown]
+# %% [markdown] slide
 # # Why compute and store the same beginning a thousand times?
 #
 # Every chat session of a product begins with the same system prompt. For the engine it is just tokens: it computes their keys and values, and keeps a copy, once for each session. This lesson turns private copies into shared blocks, in four steps: a name for a block, a count of its owners, an order in which blocks are forgotten, and one rule that everybody gets wrong the first time.
 #
 # About 40 minutes. Seam: `blocks`. No GPU needed.
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Predict
 #
 # Eight sessions arrive at once. Their prompts share 128 tokens, then each has 16 of its own, and 8 are generated. A block holds 16 tokens.
@@ -33,9 +33,10 @@ from nanoserve.lab.metrics import measure
 from nanoserve.lab.planted import HitsTheWholePrompt
 from nanoserve.lab.rehearsal import rehearse
 from nanoserve.lab.show import show_diff, show_figure, show_source
+from nanoserve.lab.widgets import memory_calculator, trace_scrubber
 from nanoserve.lab.workload import random_tokens, shared_system_prompt
 
-# %% [markdown]
+# %% [markdown] slide
 # ## Run the old stage: private copies
 #
 # Stage `multiprocess` has everything of v1 but this. The engine and its blocks are real, the model and the clock are not: a step costs 8 ms and 30 µs a token.
@@ -59,27 +60,27 @@ print(figures.prompt_tokens_computed, "prompt tokens computed,", figures.peak_us
 assert figures.prompt_tokens_computed == 128 + 8 * 16
 assert figures.peak_used_blocks == 8 + 8 * 2
 
-# %%
+# %% slide
 first = shared.records[0]
 assert len(first.num_scheduled_tokens) == 8
 assert [first.hit_tokens[f"session-{i}"] for i in range(8)] == [0] + [128] * 7
 maps = {"multiprocess": BlockHistory(private.trace).at(2), "shared": BlockHistory(shared.trace).at(2)}
 show_figure(block_map(maps, 96, private.setting))
 
-# %% [markdown]
+# %% [markdown] slide
 # Blue is the common prompt, grey what a session has to itself. Above, eight copies of the same eight blocks; below, each is there once and stands in eight tables. All eight sessions were admitted *in the same step*; the first one's blocks did not exist yet when the other seven found them. That is sound because a layer stores the keys and values of the whole batch before anybody reads them.
 #
 # ## 1. A name for a block: the hash chain
 #
 # When may one request use a block of another? Keys and values at a position depend on *all tokens before it*, not only on the 16 in the block. So a block's name must cover everything up to its end. Each hash takes in the hash before it:
 
-# %%
+# %% slide
 show_source(SharedBlocks, "lookup", "hash_block")
 
 # %% [markdown]
 # `lookup` walks the chain and stops at the first name that is not known. Let us talk to the block manager alone, without any engine. Two requests share 48 tokens, three blocks:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 from nanoserve.request import EngineRequest, Request, SamplingParams
 
@@ -105,34 +106,34 @@ moved = request("C", [999] * 16 + common)
 assert blocks.lookup(moved).num_tokens == 0
 assert blocks.hash_block(moved, 1, b"one parent") != blocks.hash_block(moved, 1, b"another")
 
-# %% [markdown]
+# %% [markdown] slide
 # ## 2. Owners: reference counts
 #
 # A shared block may not be handed out again while anybody reads it. Each block counts the tables that hold it.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 print({block_id: blocks.pool.blocks[block_id].ref for block_id in (1, 2, 3, 4, 5)})
 blocks.free(a)
 print({block_id: blocks.pool.blocks[block_id].ref for block_id in (1, 2, 3, 4, 5)})
 
-# %% [markdown]
+# %% [markdown] slide
 # ## 3. Forgetting: the free queue is the cache
 #
 # There is no separate cache with a size of its own. A block that nobody holds goes into the *free queue*, and keeps its name. As long as it is not handed out it can be found; when it is, its name is dropped. That is eviction, and it costs nothing until the memory is needed.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 blocks.free(b)
 print("handed out next:", [block.id for block in blocks.pool])
 assert blocks.num_free_blocks == 10 and blocks.lookup(request("D", [*common, 7])).num_tokens == 48
 
-# %% [markdown]
+# %% [markdown] slide
 # Read the queue. 5 and 4 come first: half-filled tails without a name, of no use to anybody. 3, 2, 1 come last, and in that order: a request gives back its **tail first**, so the end of a prefix is forgotten before its beginning. The other way round, the loss of block 1 would make 2 and 3 unreachable, since a lookup starts at the beginning.
 #
 # Ask for more than the unnamed blocks, and the chain shrinks from its end:
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 big = request("big", list(range(500, 500 + 8 * 16)))
 blocks.allocate(big, big.num_tokens)
@@ -140,12 +141,19 @@ print("table of big:", big.block_ids)
 print("still found:", blocks.lookup(request("E", [*common, 7])).num_tokens, "of 48 tokens")
 assert big.block_ids[-1] == 3
 
-# %% [markdown]
+# %%
+# The same sessions, one after another. In JupyterLab: scrub through the steps, and watch counts and '-'.
+late = [replace(a, at_s=0.03 * i) for i, a in enumerate(load.arrivals)]
+staggered = rehearse(STAGES["shared"], replace(load, arrivals=late), max_num_batched_tokens=2048, num_blocks=128)
+assert max(record.num_used_blocks for record in staggered.records) < figures.peak_used_blocks
+trace_scrubber(staggered, start=12)
+
+# %% [markdown] slide
 # ## 4. The last-token rule
 #
 # The whole prompt is in the cache. Is there nothing to compute? There is: the *next* token is sampled from the output at the last position, and the cache holds keys and values, not outputs. At least one token must be computed, and since hits are whole blocks, a prompt of exactly two blocks computes 16 tokens again, one of 33 tokens just 1.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 blocks = SharedBlocks(num_blocks=11, block_size=16)
 first = request("first", common)
@@ -168,17 +176,17 @@ except AssertionError as error:
 #
 # ## The two classes beside each other
 
-# %%
+# %% slide
 show_diff(PrivateBlocks, SharedBlocks, "lookup", "allocate", "free")
 
 # %% [markdown]
 # ## See it: work and memory
 
-# %%
+# %% slide
 runs = {"multiprocess": private.records, "shared": shared.records}
 show_figure(tokens_computed(runs, private.setting))
 
-# %%
+# %% slide
 assert shared.run.ttft_us().max < 0.4 * private.run.ttft_us().max
 show_figure(blocks_in_use(runs, private.setting))
 
@@ -204,12 +212,12 @@ print(
 )
 assert len(long.block_hashes) == 999
 
-# %% [markdown]
+# %% [markdown] slide
 # ## 30,000 tokens, 1,000 sessions
 #
 # A 70B model in bf16 keeps 327,680 bytes of KV for each token. First the memory of 1,000 sessions; then the time, on simulated H100s, of 100 that come at once: one computes the prompt, and 99 wait for that.
 
-# %%
+# %% slide
 # NBVAL_CHECK_OUTPUT
 from nanoserve.lab.costs import Roofline
 from nanoserve.lab.gpus import Memory, format_bytes, get_gpu, get_model, session_blocks
@@ -228,7 +236,10 @@ for stage in runs:
     run = rehearse(STAGES[stage], sessions, costs, num_blocks=memory.num_blocks, max_num_batched_tokens=2048).run
     print(f"{stage:<13} last first token after {run.ttft_us().max / 1e6:6.1f} s, {run.num_tokens:,} tokens computed")
 
-# %% [markdown]
+# %% slide
+memory_calculator()  # in JupyterLab: another model, other GPUs, other sessions
+
+# %% [markdown] slide
 # ## Honest history
 #
 # - **v0 had a prefix cache**, off by default (`--enable-prefix-caching`). It was bolted onto mutable tables: a block became shareable when it was full *and computed*; if an equal one was there, the table entry was replaced, so the runner had to cope with changing ids; and admission counted blocks as if there were no hits.
@@ -245,7 +256,7 @@ print("computed:", measure(v0_cached.records).prompt_tokens_computed, "prompt to
 print("session-1, table entries replaced after the fact:", second.replaced_blocks["session-1"][:3], "...")
 assert len(second.replaced_blocks) == 7
 
-# %% [markdown]
+# %% [markdown] slide
 # v0's cache saves the memory here, and none of the work: sessions that arrive together find nothing, since nothing is computed yet.
 #
 # ## Questions
@@ -267,8 +278,7 @@ assert len(second.replaced_blocks) == 7
 #
 # 6. What keeps two customers from finding out what the other asked, by timing?
 # <details><summary>Answer</summary>A salt (<code>cache_salt</code>) in the first block's hash; it reaches all others through the chain.</details>
-
-# %% [markdown]
+#
 # ## Exercise
 #
 # A block size of 64 instead of 16: how many of the 1,152 prompt tokens are computed now, and how many with 100? Say it before you change `block_size`.
