@@ -239,11 +239,9 @@ assert tell(with_triton, max_tokens=4) == tell(v1, max_tokens=4)
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
-import json
-from pathlib import Path
+from nanoserve.lab.results import read_result
 
-file = Path(kernels.__file__).parents[1] / "benchmarks" / "results" / "kernels_aot.json"
-compiled = [r for r in json.loads(file.read_text())["rows"] if r["head_dim"]] if file.exists() else []
+compiled = [r for r in read_result("kernels_aot")["rows"] if r["head_dim"]]
 for r in compiled:
     if r["head_dim"] == 128 and r["case"] in ("store", "decode, 1 row", "prefill, 2048 tokens"):
         print(f"{r['target']:<7}{r['kernel']:<16}{r['case']:<21}{r['registers']:>4} registers,"

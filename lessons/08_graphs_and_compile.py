@@ -237,17 +237,13 @@ assert cross["linear"] == 4 and sum(cross.values()) == 30
 # A compiler can make *one* kernel of what stands between two products: four, so eight in all. `ops=TritonOps` has the same four written by hand. `compile="layers"` compiles this function once for all layers and any number of tokens; `"model"` the whole pass, with attention as an operator that it does not look into. A C++ compiler needs too long for a lesson; so here is what the repository measured on two cores of a CPU, and below it the lanes once more:
 
 # %% slide
-import json
-from pathlib import Path
-
-import nanoserve
+from nanoserve.lab.results import read_result
 
 fused = [product, 2.0, 2.0, product, 2.0] * 2 * 28  # a layer: 4 products, 4 between them, 2 of attention
 ways["compiled"] = lanes([5.0] * len(fused), [[kernel] for kernel in fused])
 ways["compiled, one graph"] = lanes([10.0], [fused])
-results = Path(nanoserve.__file__).parents[1] / "benchmarks" / "results" / "execution.json"
-measured = json.loads(results.read_text()) if results.exists() else None  # not in an installed package
-for name in ("eager", "graphs, full", "compiled layers", "compiled model") if measured else ():
+measured = read_result("execution")
+for name in ("eager", "graphs, full", "compiled layers", "compiled model"):
     step_ms, how = measured["medians"][name]["1"]["step_ms"], measured["execution"][name]
     print(f"{name:<16}{step_ms:.2f} ms a step of one token, {how.get('compile_s', 0):.0f} s of compiling")
 assert ways["compiled"].end_us < ways["one graph"].end_us > 2 * ways["compiled, one graph"].end_us

@@ -1,9 +1,10 @@
-"""Builds lessons/*.ipynb from the *.py beside them, in jupytext's percent format, and runs them.
+"""Builds lessons/*.ipynb and exercises/*.ipynb from the *.py beside them, in jupytext's percent format, and runs them.
 
     python scripts/build_lessons.py [NAME ...]
 
 Text and code are edited and reviewed in the .py; the .ipynb is what is read, with the outputs of a run in a fresh
-kernel. Nothing but the outputs and the notebook's frame is added. tests/test_lessons.py keeps the two in step.
+kernel. Nothing but the outputs and the notebook's frame is added. A marker that ends in `slide` puts its cell on a
+slide (scripts/build_slides.py). tests/test_lessons.py and tests/test_exercises.py keep the two in step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-LESSONS = Path(__file__).parent.parent / "lessons"
-MARKER = re.compile(r"^# %%(?P<markdown> \[markdown\])?$")
+ROOT = Path(__file__).parent.parent
+FOLDERS = (ROOT / "lessons", ROOT / "exercises")
+MARKER = re.compile(r"^# %%(?P<markdown> \[markdown\])?(?P<slide> slide)?$")
 TIMEOUT_S = 300
 
 
@@ -30,9 +32,9 @@ def read_source(path: Path) -> nbformat.NotebookNode:
     header, cells = {}, []
     for number, line in enumerate(lines, 1):
         if marker := MARKER.match(line):
-            cells.append((bool(marker["markdown"]), []))
+            cells.append((bool(marker["markdown"]), bool(marker["slide"]), []))
         elif cells:
-            cells[-1][1].append(line)
+            cells[-1][-1].append(line)
         elif field := re.match(r"# (\w+): (.+)", line):
             header[field[1]] = field[2]
         elif line.strip():
@@ -55,11 +57,12 @@ def _facts(path: Path, header: dict[str, str]) -> dict[str, object]:
     return {**header, "minutes": int(header["minutes"])}
 
 
-def _cell(cell_id: str, is_markdown: bool, lines: list[str]) -> nbformat.NotebookNode:
+def _cell(cell_id: str, is_markdown: bool, is_slide: bool, lines: list[str]) -> nbformat.NotebookNode:
+    metadata = {"slideshow": {"slide_type": "slide"}} if is_slide else {}
     if is_markdown:
         text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines).strip("\n")
-        return nbformat.v4.new_markdown_cell(text, id=cell_id)
-    return nbformat.v4.new_code_cell("\n".join(lines).strip("\n"), id=cell_id)
+        return nbformat.v4.new_markdown_cell(text, id=cell_id, metadata=metadata)
+    return nbformat.v4.new_code_cell("\n".join(lines).strip("\n"), id=cell_id, metadata=metadata)
 
 
 def build(path: Path) -> float:
@@ -67,10 +70,10 @@ def build(path: Path) -> float:
     notebook = read_source(path)
     start_s = time.monotonic()
     NotebookClient(
-        notebook, timeout=TIMEOUT_S, record_timing=False, resources={"metadata": {"path": LESSONS}}
+        notebook, timeout=TIMEOUT_S, record_timing=False, resources={"metadata": {"path": path.parent}}
     ).execute()
     for cell in notebook.cells:
-        cell.metadata = {}
+        cell.metadata = {name: value for name, value in cell.metadata.items() if name == "slideshow"}
         if cell.cell_type == "code":
             cell.outputs = list(_joined(cell.outputs))
     notebook.metadata.language_info = {"name": "python"}
@@ -83,14 +86,15 @@ def _joined(outputs: list[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookN
     for is_printed, group in groupby(outputs, lambda output: output.output_type == "stream"):
         pieces = list(group)
         if is_printed:
-            assert {piece.name for piece in pieces} == {"stdout"}, f"a lesson warns: {pieces}"
+            assert {piece.name for piece in pieces} == {"stdout"}, f"a notebook warns: {pieces}"
             pieces = [nbformat.v4.new_output("stream", name="stdout", text="".join(piece.text for piece in pieces))]
         yield from pieces
 
 
 def main(names: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for path in sorted(LESSONS.glob("*.py")):
+    os.environ.pop("JPY_SESSION_NAME", None)  # in JupyterLab's terminal too: nobody moves a control here
+    for path in (path for folder in FOLDERS for path in sorted(folder.glob("*.py"))):
         if not names or path.stem in names:
             seconds = build(path)
             print(f"{path.stem}: {seconds:.1f} s, {path.with_suffix('.ipynb').stat().st_size / 1000:.0f} kB")

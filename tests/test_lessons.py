@@ -24,12 +24,14 @@ import nbformat
 import pytest
 
 from nanoserve.api import cli, cli_lessons
+from nanoserve.lab import results
 from nanoserve.lab.gpus import MODELS, get_model
 from nanoserve.lab.scale import scale, shape_config
 from nanoserve.lab.show import PNG_LIMIT
 
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted((ROOT / "lessons").glob("*.ipynb"))
+EXERCISES = sorted((ROOT / "exercises").glob("*.ipynb"))
 PARTS = ("## Predict", "## Honest history", "## Questions", "## Exercise", "## In vLLM, look at")
 PATH = re.compile(r"/(?:home|root|tmp|work|Users|usr|mnt|var)/")
 TIMEOUT_S = 240
@@ -192,19 +194,22 @@ def test_every_planted_fault_of_form_is_seen(spoil: Callable[[nbformat.NotebookN
 # The command
 
 
-def test_the_list_names_every_lesson(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_lesson_and_exercise(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lessons", "--list"]) == 0
     told = capsys.readouterr().out
     assert cli.main(["lessons", "--list", "--json"]) == 0
     lessons = json.loads(capsys.readouterr().out)
-    assert [lesson["name"] for lesson in lessons] == [path.stem for path in LESSONS]
+    assert [lesson["name"] for lesson in lessons] == [path.stem for path in (*LESSONS, *EXERCISES)]
     assert all(all(str(value) in told for value in lesson.values()) for lesson in lessons)
 
 
 def test_copies_are_the_readers_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "mine"
     assert cli.main(["lessons", "--copy", "--dir", str(folder)]) == 0
-    assert [path.read_bytes() for path in sorted(folder.iterdir())] == [path.read_bytes() for path in LESSONS]
+    for originals, copies in ((LESSONS, folder), (EXERCISES, folder / cli_lessons.EXERCISES_DIR)):
+        assert [path.read_bytes() for path in sorted(copies.glob("*")) if path.is_file()] == [
+            path.read_bytes() for path in originals
+        ]
     changed = folder / LESSONS[0].name
     changed.write_text("my notes", encoding="utf-8")
     assert cli.main(["lessons", "--copy", "--dir", str(folder)]) == 0
@@ -223,9 +228,24 @@ def test_an_installed_package_finds_its_own_lessons(tmp_path: Path, monkeypatch:
     assert [lesson.name for lesson in cli_lessons.read_lessons()] == [LESSONS[0].stem]
 
 
-def test_a_wheel_takes_the_lessons_along() -> None:
+def test_a_wheel_takes_lessons_and_exercises_along() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
-    assert build["targets"]["wheel"]["force-include"] == {"lessons": "nanoserve/lessons"}
+    assert build["targets"]["wheel"]["force-include"] == {
+        "lessons": "nanoserve/lessons",
+        "exercises": "nanoserve/exercises",
+        "benchmarks/results": "nanoserve/results",
+    }
+
+
+def test_every_committed_result_is_read_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert results.read_result(path.stem) == json.loads(path.read_text(encoding="utf-8"))
+    monkeypatch.setattr(results, "files", lambda name: tmp_path / name)
+    with pytest.raises(ValueError, match="no result 'execution' is installed"):
+        results.read_result("execution")
+    (tmp_path / "nanoserve" / "results").mkdir(parents=True)
+    (tmp_path / "nanoserve" / "results" / "execution.json").write_text("{}", encoding="utf-8")
+    assert results.read_result("execution") == {}
 
 
 def test_bad_requests_are_one_line(

@@ -53,6 +53,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "simulate": Command("nanoserve.lab.simulate", "the schedulers on a virtual clock, on GPUs that are not here"),
         "calibrate": Command("nanoserve.lab.calibrate", "fit the costs of a step to a recorded run, for simulate"),
         "grade": Command("nanoserve.lab.grade", "a scheduler or block manager of yours against the laws"),
+        "check": Command("nanoserve.api.cli_check", "your answers to the exercises of the course, graded"),
         "lessons": Command("nanoserve.api.cli_lessons", "the course, in JupyterLab, on a copy that is yours"),
     }
 )

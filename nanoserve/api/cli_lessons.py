@@ -1,7 +1,7 @@
-"""`nanoserve lessons`: JupyterLab on a copy of the lessons, so that the installed ones stay as they are.
+"""`nanoserve lessons`: JupyterLab on a copy of the lessons and exercises, so that the installed ones stay as they are.
 
-Knows where the lessons lie (`lessons_dir`) and what each says of itself, in its notebook's metadata. A copy that is
-there already is the reader's own and is kept. Laws: tests/test_lessons.py.
+Knows where they lie (`lessons_dir`, and the exercises' own) and what each says of itself, in its notebook's metadata.
+A copy that is there already is the reader's own and is kept. Laws: tests/test_lessons.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from pathlib import Path
 
 import msgspec
 
+from nanoserve.lab.check_exercises import exercises_dir
+
 DEFAULT_DIR = "nanoserve-lessons"
+EXERCISES_DIR = "exercises"  # in the folder of the copies
 
 
 class Lesson(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,9 @@ class Lesson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="what each lesson asks, how long it takes, what it needs")
+    parser.add_argument(
+        "--list", action="store_true", help="what each lesson and exercise asks, how long it takes, what it needs"
+    )
     parser.add_argument("--dir", default=DEFAULT_DIR, metavar="FOLDER", help="of your copies (default: ./%(default)s)")
     parser.add_argument("--copy", action="store_true", help="only write the copies; open nothing")
     parser.add_argument("--no-browser", action="store_true", help="start JupyterLab, and only print its address")
@@ -44,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and not args.list:
         raise ValueError("--json means nothing without --list; add --list.")
     if args.list:
-        _show(read_lessons(), args.json)
+        _show([*read_lessons(), *read_exercises()], args.json)
         return 0
     folder = Path(args.dir)
     for path, is_new in copy_lessons(folder):
@@ -66,17 +71,26 @@ def read_lessons() -> list[Lesson]:
     return [_read(path) for path in sorted(lessons_dir().glob("*.ipynb"))]
 
 
+def read_exercises() -> list[Lesson]:
+    """The same, of the exercises."""
+    return [_read(path) for path in sorted(exercises_dir().glob("*.ipynb"))]
+
+
 def copy_lessons(folder: Path) -> list[tuple[Path, bool]]:
-    """Every lesson into that folder, which is made if need be: (where, it was not there before). OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Every lesson into that folder, and every exercise into a folder in it; both are made if need be. (Where, it was
+    not there before) for each. OSError."""
     copies = []
-    for path in sorted(lessons_dir().glob("*.ipynb")):
-        copy = folder / path.name
-        is_new = not copy.exists()
-        if is_new:
-            shutil.copyfile(path, copy)
-        copies.append((copy, is_new))
+    for source, target in ((lessons_dir(), folder), (exercises_dir(), folder / EXERCISES_DIR)):
+        target.mkdir(parents=True, exist_ok=True)
+        copies += [_copy(path, target / path.name) for path in sorted(source.glob("*.ipynb"))]
     return copies
+
+
+def _copy(path: Path, copy: Path) -> tuple[Path, bool]:
+    is_new = not copy.exists()
+    if is_new:
+        shutil.copyfile(path, copy)
+    return copy, is_new
 
 
 def _read(path: Path) -> Lesson:

@@ -333,7 +333,11 @@ class _Tee:
             return
         told = {request.id for record in self.records for request in record.arrivals}
         last = self.records[-1].step if self.records else 0
-        rest = [msgspec.convert(plan, StepRecord) for plan in core.recent_steps() if plan["step"] > last]
+        try:
+            recent = core.recent_steps()
+        except AttributeError:  # what `schedule` returned is no plan
+            recent = []
+        rest = [msgspec.convert(plan, StepRecord) for plan in recent if plan["step"] > last]
         if error and (rest[-1].step if rest else last) < step:  # not even decided
             now_s = core.clock()
             rest.append(StepRecord(step=step, start_s=now_s, launched_s=now_s, end_s=now_s, budget=core.config.budget))
