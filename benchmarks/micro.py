@@ -1,13 +1,13 @@
 """The parts of a CPU step by themselves, and the step they make: attention, products, decode by batch, and the floor.
 
-    python benchmarks/micro.py [--only attention linear step] [--rounds 7] [--threads 1]
+    python benchmarks/micro.py [--only attention linear step stages] [--rounds 7] [--threads 1]
         [--out benchmarks/results/micro.json]
 
 Attention by batch and context, each backend; the products of one pass by rows, in each layout; a whole decode step
-before and after each lever, from plain torch on. What is compared takes turns within a round; figures are medians over
-the rounds. The floor of a step is what its products need at the machine's best rate or its weights at its reading rate,
-whichever takes longer, and its keys and values at the latter. With one thread times are CPU time of that thread: what
-else runs on the machine is left out.
+before and after each lever, from plain torch on; where the time of a step goes. What is compared takes turns within a
+round; figures are medians over the rounds. The floor of a step is what its products need at the machine's best rate or
+its weights at its reading rate, whichever takes longer, and its keys and values at the latter. With one thread times
+are CPU time of that thread: what else runs on the machine is left out.
 """
 
 from __future__ import annotations
@@ -18,41 +18,29 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import torch
+from checkpoints_qwen3 import SHAPES, config_of
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, AttentionBatch, TorchAttention
 from nanoserve.cpu_attention import CpuAttention
+from nanoserve.cpu_ops import CpuOps
 from nanoserve.kv_cache import KVCache
 from nanoserve.machine import describe_machine
-from nanoserve.model import Decoder, Linear
-from nanoserve.packed_linear import PackedLinear, lay_by_columns, pack_linears
+from nanoserve.model import Decoder, Linear, Pieces
+from nanoserve.packed_linear import PackedLinear, pack_linears
 from nanoserve.weights import load_model
 
 BLOCK_SIZE = 16
 LEAST_S = 0.03  # that a figure of one round is measured for
-QWEN3_30M = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "rope_theta": 1_000_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-}
 ATTENTION_CASES: Mapping[str, list[tuple[int, int]]] = {  # (queries, keys) of each row
     **{f"{n} decodes, {keys} keys": [(1, keys)] * n for n in (1, 8, 32) for keys in (128, 1024)},
     "8 decodes, 64-1024 keys": [(1, n) for n in (64, 130, 256, 384, 512, 700, 900, 1024)],
@@ -62,7 +50,11 @@ ATTENTION_CASES: Mapping[str, list[tuple[int, int]]] = {  # (queries, keys) of e
     "chunk of 256 and 8 decodes, 512 keys": [(256, 512)] + [(1, 512)] * 8,
 }
 HEADS = 16, 8  # of queries, of keys
-STEP_CASES = {"nanostory": [(1, 256), (8, 256), (64, 256)], "qwen3-30m": [(1, 512), (8, 512), (32, 256)]}
+STEP_CASES = {
+    "nanostory": [(1, 256), (8, 256), (64, 256)],
+    "qwen3-30m": [(1, 512), (8, 512), (32, 256)],
+    "qwen3-150m": [(1, 512), (8, 512), (32, 256)],
+}
 
 
 @dataclass(frozen=True)
@@ -152,20 +144,28 @@ def linears_of(model: Decoder) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
-def run_all(linears: list[Linear], inputs: list[Tensor]) -> None:
+def onednn_products(linears: list[Linear]) -> list[Callable[[Tensor], Tensor]]:
+    """The same products, of matrices in the order that oneDNN's kernels read, chosen for 64 rows."""
+    packed = [torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 64) for linear in linears]
+    return [partial(_onednn_product, weight) for weight in packed]
+
+
+def _onednn_product(weight: Tensor, x_TI: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_TI, weight, None, "none", [], "")
+
+
+def run_all(linears: Sequence[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
     for linear, x_TI in zip(linears, inputs, strict=True):
         linear(x_TI)
 
 
 def measure_linears(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
-        plain, by_columns = load_model(path, load_format="dummy"), load_model(path, load_format="dummy")
-        for linear in linears_of(by_columns):
-            lay_by_columns(linear)
+        plain = load_model(path, load_format="dummy")
         layouts = {
             "F.linear": linears_of(plain),
-            "by columns": linears_of(by_columns),
-            "oneDNN": [PackedLinear(linear) for linear in linears_of(plain)],
+            "oneDNN": onednn_products(linears_of(plain)),
+            "packed": [PackedLinear(linear) for linear in linears_of(plain)],
         }
         for rows in (1, 2, 8, 32, 64, 512):
             inputs = [torch.randn(rows, linear.weight.shape[1]) for linear in linears_of(plain)]
@@ -192,19 +192,75 @@ def measure_steps(
     models: Mapping[str, Path | str], rates: Rates, num_rounds: int
 ) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
-        plain, changed = load_model(path, load_format="dummy"), load_model(path, load_format="dummy")
-        pack_linears(changed)
+        plain, packed, fused = (load_model(path, load_format="dummy") for _ in range(3))
+        pack_linears(packed)
+        pack_linears(fused)
+        fused.ops = CpuOps()
         for num_rows, num_keys in STEP_CASES[name]:
             forms = {
                 "plain": decode_step(plain, TorchAttention(), num_rows, num_keys),
                 "+ attention in C++": decode_step(plain, CpuAttention(), num_rows, num_keys),
-                "+ packed products": decode_step(changed, CpuAttention(), num_rows, num_keys),
+                "+ packed products": decode_step(packed, CpuAttention(), num_rows, num_keys),
+                "+ fused operations": decode_step(fused, CpuAttention(), num_rows, num_keys),
             }
             times = take_turns(forms, num_rounds)
             yield (
                 f"{name}, {num_rows} rows of {num_keys} keys",
                 times | {"floor": rates.floor_ms(plain, num_rows, num_keys)},
             )
+
+
+def measure_stages(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
+    """Where the time of a decode step goes, all levers on. A clock is read at every border."""
+    for name, path in models.items():
+        model = load_model(path, load_format="dummy")
+        pack_linears(model)
+        model.ops = CpuOps()
+        backend = CpuAttention()
+        for num_rows, num_keys in STEP_CASES[name]:
+            stages = Stages()
+            timed = backend_of(stages.timed("store", backend.store), stages.timed("attention", backend.attend))
+            first, cross, last = model.pieces
+            model.pieces = Pieces(
+                stages.timed("embedding, angles, first qkv", first),
+                stages.timed("products and norms between", cross),
+                stages.timed("the last ones", last),
+            )
+            step = decode_step(model, timed, num_rows, num_keys)
+            whole = stages.timed("logits, argmax and what is between", step)
+            for number in range(num_rounds * 5):
+                if number == num_rounds:  # those before warm up
+                    stages.spent.clear()
+                whole()
+            model.pieces = Pieces(first, cross, last)
+            yield (
+                f"{name}, {num_rows} rows of {num_keys} keys",
+                {stage: 1e3 * seconds / (num_rounds * 4) for stage, seconds in stages.spent.items()},
+            )
+
+
+class Stages:
+    """Seconds spent in each stage, without those of the stages inside it."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._inside_s = 0.0
+        self._now = clock()
+
+    def timed(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            outer_s, self._inside_s, start_s = self._inside_s, 0.0, self._now()
+            result = call(*args)
+            lasted_s = self._now() - start_s
+            self.spent[stage] = self.spent.get(stage, 0.0) + lasted_s - self._inside_s
+            self._inside_s = outer_s + lasted_s
+            return result
+
+        return run
+
+
+def backend_of(store: Callable[..., Any], attend: Callable[..., Any]) -> Any:
+    return SimpleNamespace(store=store, attend=attend)
 
 
 def show(title: str, found: Iterable[tuple[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -220,7 +276,7 @@ def show(title: str, found: Iterable[tuple[str, dict[str, float]]]) -> dict[str,
 
 
 def main() -> None:
-    parts = ("attention", "linear", "step")
+    parts = ("attention", "linear", "step", "stages")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=7)
@@ -231,15 +287,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_30M))
-        models = {"nanostory": "nanostory", "qwen3-30m": Path(folder)}
+        models = {"nanostory": "nanostory"} | {f"qwen3-{shape}": Path(folder) / shape for shape in SHAPES}
+        for shape in SHAPES:
+            (Path(folder) / shape).mkdir()
+            (Path(folder) / shape / "config.json").write_text(json.dumps(config_of(shape)))
         rates = measure_rates()
         print(f"products {rates.gemm_gflops:.0f} GFLOP/s, reading {rates.read_gb_per_s:.1f} GB/s, one minute's load "
               f"{machine.load_average_1m}, {args.threads} threads")  # fmt: skip
         measures: dict[str, Callable[[], Iterable[tuple[str, dict[str, float]]]]] = {
             "attention": lambda: measure_attention(args.rounds),
-            "linear": lambda: measure_linears(models, args.rounds),
+            "linear": lambda: measure_linears(dict(list(models.items())[:2]), args.rounds),
             "step": lambda: measure_steps(models, rates, args.rounds),
+            "stages": lambda: measure_stages(models, args.rounds),
         }
         found = {part: show(part, measures[part]()) for part in args.only}
     result = {

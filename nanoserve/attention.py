@@ -45,6 +45,7 @@ class AttentionBackend(Protocol):
     """`store` for the whole batch comes before `attend`, in every layer: rows may read what others just wrote."""
 
     platforms: ClassVar[tuple[str, ...]]  # that it runs on
+    dtypes: ClassVar[tuple[str, ...]]  # of the model and its cache
     graph_support: ClassVar[GraphSupport]  # the batches with which a device can capture it
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
@@ -64,6 +65,7 @@ class TorchAttention:
     """Gather each row's blocks, then torch's scaled_dot_product_attention: exact, and runs on every platform."""
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER  # what it launches depends on the lists of the batch
 
     def __init__(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.attention import TorchAttention
 from nanoserve.graphs import GraphSupport
 
 if TYPE_CHECKING:
@@ -32,12 +31,13 @@ class Arguments(ctypes.Structure):
 
 
 class CpuAttention:
-    """A cache of another dtype than float32 goes to `TorchAttention`. Raises native.BuildError without a compiler.
+    """Raises native.BuildError without a compiler.
 
     A row's result does not depend on what else is in the batch, nor on the number of threads, to the last bit.
     """
 
     platforms: ClassVar[tuple[str, ...]] = ("cpu",)
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def __init__(self) -> None:
@@ -51,12 +51,8 @@ class CpuAttention:
         self._store.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 8
         self._attend.argtypes = [ctypes.POINTER(Arguments)]
         self._num_threads = torch.get_num_threads
-        self._dtype = torch.float32
-        self._others = TorchAttention()
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
-        if kv_cache.blocks.dtype is not self._dtype:
-            return self._others.store(k_TKD, v_TKD, kv_cache, layer, slot_mapping_T)
         k_TKD, v_TKD, slots_T = _packed(k_TKD), _packed(v_TKD), slot_mapping_T.contiguous()
         keys, values, _ = _places(kv_cache, layer)
         _, num_heads, head_dim = k_TKD.shape
@@ -75,8 +71,6 @@ class CpuAttention:
         )
 
     def attend(self, q_THD: Tensor, kv_cache: KVCache, layer: int, batch: AttentionBatch) -> Tensor:
-        if kv_cache.blocks.dtype is not self._dtype:
-            return self._others.attend(q_THD, kv_cache, layer, batch)
         out_THD = q_THD.new_zeros(q_THD.shape)
         q_THD, table_RB = _packed(q_THD), _packed(batch.block_table_RB)
         starts_R1, seq_lens_R = batch.query_start_loc_R1.contiguous(), batch.seq_lens_R.contiguous()
@@ -116,6 +110,7 @@ def _packed(x: Tensor) -> Tensor:
 def _places(kv_cache: KVCache, layer: int) -> tuple[int, int, tuple[int, int]]:
     """Addresses of a layer's keys and values, and how many numbers lie between its blocks, and between their heads."""
     blocks = kv_cache.blocks
+    assert blocks.element_size() == 4, f"a cache of {blocks.dtype}, not of float32"
     layer_stride, kind_stride, block_stride, head_stride, _, _ = blocks.stride()
     keys = blocks.data_ptr() + 4 * layer * layer_stride
     return keys, keys + 4 * kind_stride, (block_stride, head_stride)

@@ -79,6 +79,10 @@ class Linear(nn.Module):
     def forward(self, x_TI: Tensor) -> Tensor:
         return F.linear(x_TI, self.weight, self.bias)
 
+    def look_up(self, ids_T: Tensor) -> Tensor:
+        """The rows of the matrix that these outputs have: the embedding of tokens, by a head that is tied to it."""
+        return F.embedding(ids_T, self.weight)
+
 
 class RMSNorm(nn.Module):
     """What a norm needs; `Ops.rms_norm` and `Ops.add_rms_norm` say how it is computed."""
@@ -128,10 +132,10 @@ class DecoderLayer(nn.Module):
         """From a normed input to what attention takes: q [T, H, D], k and v [T, K, D]."""
         heads = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TKD, v_TKD = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD = ops.rms_norm(q_THD, self.q_norm.weight, self.q_norm.eps)
-            k_TKD = ops.rms_norm(k_TKD, self.k_norm.weight, self.k_norm.eps)
-        return *ops.rotate(q_THD, k_TKD, cos_TD, sin_TD), v_TKD
+        q_weight = None if self.q_norm is None else self.q_norm.weight
+        k_weight = None if self.k_norm is None else self.k_norm.weight
+        eps = self.attention_norm.eps
+        return *ops.norm_and_rotate(q_THD, k_TKD, q_weight, k_weight, eps, cos_TD, sin_TD), v_TKD
 
     def leave(self, attended_THD: Tensor, residual_TE: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
         """From attention's answer to the layer's output, not yet added to the residual stream."""
@@ -216,7 +220,8 @@ class Decoder(nn.Module):
         angles_TD = positions_T[:, None].float() * self.inv_freq
         cos_TD = (angles_TD.cos() * self.config.rope.attention_factor).to(self.dtype)
         sin_TD = (angles_TD.sin() * self.config.rope.attention_factor).to(self.dtype)
-        residual_TE = F.embedding(input_ids_T, self.embed)
+        tied = self.config.tied_head
+        residual_TE = self.head.look_up(input_ids_T) if tied else F.embedding(input_ids_T, self.embed)
         layer, ops = self.layers[0], self.ops
         x_TE = ops.rms_norm(residual_TE, layer.attention_norm.weight, layer.attention_norm.eps)
         return Flow(*layer.enter(x_TE, cos_TD, sin_TD, ops), residual_TE, cos_TD, sin_TD)

@@ -1,8 +1,8 @@
 """The element-wise operations between a decoder's matrix products, and who computes them.
 
 The model is given one `Ops`: torch's own operations, one kernel each and the exact arithmetic of transformers, or
-Triton's fused ones, which read and write each number once. torch.compile fuses the first on its own. Owns no weight
-and knows no cache. Imports no torch. Laws: tests/test_kernels.py.
+fused ones, which read and write each number once: Triton's here, a CPU's in cpu_ops.py. torch.compile fuses the first
+on its own. Owns no weight and knows no cache. Imports no torch. Laws: tests/test_kernels.py.
 """
 
 from __future__ import annotations
@@ -31,12 +31,45 @@ class Ops(Protocol):
         """q and k with each head's pair (i, i + D/2) turned by its angle. cos and sin hold one column for a pair."""
         ...
 
+    def norm_and_rotate(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`rotate`, after `rms_norm` over each head of those that have a weight."""
+        ...
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, where gate is the first half of the last axis and up the second: [T, I] from [T, 2I]."""
         ...
 
 
-class TorchOps:
+class OneByOne:
+    """A pair of operations as each of them alone."""
+
+    def norm_and_rotate(
+        self: Ops,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if q_weight is not None:
+            q_THD = self.rms_norm(q_THD, q_weight, eps)
+        if k_weight is not None:
+            k_TKD = self.rms_norm(k_TKD, k_weight, eps)
+        return self.rotate(q_THD, k_TKD, cos_TD, sin_TD)
+
+
+class TorchOps(OneByOne):
     """Rounds after every operation, as a model written in torch does. Runs on every device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,7 +99,7 @@ class TorchOps:
         return F.silu(gate) * up
 
 
-class TritonOps:
+class TritonOps(OneByOne):
     """One kernel each, float32 inside: the arithmetic of `TorchOps`, rounded less often."""
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from nanoserve.allocator import release_freed_memory
 from nanoserve.attention import TorchAttention
 from nanoserve.compilation import CompileMode
 from nanoserve.cpu_attention import CpuAttention
+from nanoserve.cpu_ops import CpuOps
 from nanoserve.graphs import GraphMode, GraphSupport
 from nanoserve.native import reason_not_to_load
 from nanoserve.ops import Ops, TorchOps, TritonOps
@@ -111,7 +112,7 @@ class CpuPlatform:
         return 1 if num_parameters < SMALL_MODEL else num_cpus()
 
     def default_ops(self, *, is_compiled: bool) -> type[Ops]:
-        return TorchOps
+        return TorchOps if is_compiled or reason_not_to_load("ops") else CpuOps
 
     def free_bytes(self) -> int:
         return available_memory()
@@ -126,9 +127,12 @@ class CpuPlatform:
         return lambda run: run
 
     def queue(self, num_threads: int) -> Executor | None:
-        """A thread: operations of torch let go of the interpreter lock while they compute."""
+        """A thread: what computes lets go of the interpreter lock. But None where the steps have every processor: the
+        host would take one from them, and they would wait for each other at every operation."""
         import torch
 
+        if num_threads >= num_cpus():
+            return None
         return ThreadPoolExecutor(1, "nanoserve-step", torch.set_num_threads, (num_threads,))
 
 
@@ -237,18 +241,29 @@ def resolve_platform(device: str) -> Platform:
     return found
 
 
-def resolve_attention(platform: Platform, asked: type[AttentionBackend] | None) -> tuple[type[AttentionBackend], str]:
-    """The backend to use, and why. ValueError for one that does not run there."""
+def resolve_attention(
+    platform: Platform, asked: type[AttentionBackend] | None, dtype: torch.dtype | None = None
+) -> tuple[type[AttentionBackend], str]:
+    """The backend to use for a model of that dtype (None: not known before it is loaded), and why. ValueError for one
+    that does not run there."""
+    name = str(dtype).removeprefix("torch.")
     if asked is None:
-        if reason := reason_against(platform.default_attention):
-            return TorchAttention, f"{platform.default_attention.__name__} cannot run: {reason}"
-        return platform.default_attention, f"the default on {platform.name}"
+        default = platform.default_attention
+        if dtype and name not in default.dtypes:
+            return TorchAttention, f"{default.__name__} is for {' and '.join(default.dtypes)}"
+        if reason := reason_against(default):
+            return TorchAttention, f"{default.__name__} cannot run: {reason}"
+        return default, f"the default on {platform.name}"
     if asked is TritonAttention and not has_triton():
         raise ValueError("attention=TritonAttention needs triton; pip install 'nanoserve[gpu]', or use TorchAttention.")
     if platform.name not in asked.platforms and not (asked is TritonAttention and interprets_triton()):
         raise ValueError(
             f"attention={asked.__name__} runs on {' and '.join(asked.platforms)}, not on {platform.name}; leave it out "
             f"for {platform.default_attention.__name__}."
+        )
+    if dtype and name not in asked.dtypes:
+        raise ValueError(
+            f"attention={asked.__name__} is for dtype={' and '.join(asked.dtypes)}, not {name}; use TorchAttention."
         )
     if reason := reason_against(asked):
         raise ValueError(
@@ -275,6 +290,12 @@ def resolve_ops(platform: Platform, asked: type[Ops] | None, *, is_compiled: boo
         )
     if asked is TritonOps and is_compiled and interprets_triton():
         raise ValueError("ops=TritonOps cannot be compiled while kernels are interpreted; use compile='none'.")
+    if asked is CpuOps and platform.name != "cpu":
+        raise ValueError(f"ops=CpuOps runs on cpu, not on {platform.name}; leave it out.")
+    if asked is CpuOps and is_compiled:
+        raise ValueError("ops=CpuOps cannot be compiled; use compile='none', or leave it out.")
+    if asked is CpuOps and (reason := reason_not_to_load("ops")):
+        raise ValueError(f"ops=CpuOps cannot run: {reason}; install a C++ compiler, set CXX, or use TorchOps.")
     return asked or platform.default_ops(is_compiled=is_compiled)
 
 

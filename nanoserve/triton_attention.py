@@ -24,6 +24,7 @@ class TritonAttention:
     """`tile` and `num_splits` fix the order of sums, for results that are the same in every batch; None: as fits."""
 
     platforms: ClassVar[tuple[str, ...]] = ("cuda", "rocm")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     def __init__(self, *, tile: Tile | None = None, num_splits: int | None = None) -> None:

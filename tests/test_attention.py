@@ -232,7 +232,6 @@ def test_every_offset_into_the_cache_is_64_bit(backend, dtype):
     [
         (TorchAttention, torch.float16, 4e-3),
         (TorchAttention, torch.bfloat16, 3e-2),
-        compiled(CpuAttention, torch.bfloat16, 3e-2),
         (TritonAttention, torch.float16, 4e-3),
     ],
 )

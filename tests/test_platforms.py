@@ -86,6 +86,10 @@ def test_every_choice_of_attention_says_why(monkeypatch):
         assert resolve_attention(cpu, CpuAttention) == (CpuAttention, "asked for")
         with pytest.raises(ValueError, match="attention=CpuAttention runs on cpu, not on cuda; leave it out"):
             resolve_attention(gpu, CpuAttention)
+        assert resolve_attention(cpu, None, torch.float32) == (CpuAttention, "the default on cpu")
+        assert resolve_attention(cpu, None, torch.bfloat16) == (TorchAttention, "CpuAttention is for float32")
+        with pytest.raises(ValueError, match="attention=CpuAttention is for dtype=float32, not float16; use TorchAtt"):
+            resolve_attention(cpu, CpuAttention, torch.float16)
     assert resolve_attention(gpu, TorchAttention) == (TorchAttention, "asked for")
     assert resolve_attention(gpu, None) == (TritonAttention, "the default on cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "0")

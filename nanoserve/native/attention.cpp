@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -18,6 +19,7 @@ constexpr int VECTORS = 1;
 constexpr int LANES = 16, TILE = VECTORS * LANES, FEW = 4, CHUNK = 64, STEP = 4;
 constexpr float HIDDEN = -1e30f, LOG2E = 1.44269504f, SMALL_WORK = 1 << 17;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 struct Batch {  // strides are in numbers; a token's heads and a place's dimensions lie side by side
@@ -36,17 +38,42 @@ static inline Floats exp2(Floats x) {
     return x > -126.0f ? sum * (Floats)((whole + 127) << 23) : Floats{};
 }
 
-static float dot(const float *a, const float *b, int64_t size) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += a[i] * b[i];
+// Adds the halves of what is left of each vector, and joins two of them to one.
+template <int HALF, int... LANE>
+static inline void fold(Floats *x, std::integer_sequence<int, LANE...>) {
+    constexpr Ints low = {LANE / HALF * 2 * HALF + LANE % HALF...}, high = low + HALF;
+    for (int i = 0; i < HALF; i++)
+        x[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], low) + __builtin_shuffle(x[2 * i], x[2 * i + 1], high);
+}
+
+static inline Floats sum_each(Floats *x) {  // lane l: the sum of x[l]
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+    fold<8>(x, lanes), fold<4>(x, lanes), fold<2>(x, lanes), fold<1>(x, lanes);
+    return x[0];
+}
+
+// Sums over the dimensions that share a lane.
+static inline Floats products(const float *a, const float *b, int64_t dim) {
+    Floats sum = {};
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) sum += *(const Loose *)(a + d) * *(const Loose *)(b + d);
+    for (; d < dim; d++) sum[d % LANES] += a[d] * b[d];
     return sum;
 }
+
+// Memory is asked for what will be read soon.
+static inline void ask(const float *x, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(x + d);
+}
+
+struct Places {  // of a chunk's keys and values; the last one again up to whole vectors, where its weight is 0
+    const float *keys[CHUNK], *values[CHUNK];
+    int n;
+};
 
 struct Tile {
     const Batch &b;
     int64_t row, kv_head, first, count, group, past;
-    const float *keys[CHUNK + STEP], *values[CHUNK + STEP];
 
     int64_t seen(int64_t i) const { return past + (first + i) / group + 1; }  // keys that pair i may look at
     int64_t token(int64_t i) const { return b.query_starts[row] + (first + i) / group; }
@@ -54,17 +81,15 @@ struct Tile {
     const float *q(int64_t i) const { return b.q + token(i) * b.q_token + head(i) * b.q_head; }
     float *out(int64_t i) const { return b.out + (token(i) * b.heads + head(i)) * b.dim; }
 
-    // The chunk's keys and values; the last one again up to a multiple of STEP, where its weight is 0 or not looked at.
-    int find(int64_t from, int64_t end) {
-        const int n = std::min<int64_t>(CHUNK, end - from);
+    void find(Places &p, int64_t from, int64_t end) const {
+        p.n = std::clamp<int64_t>(end - from, 0, CHUNK);
         const int64_t *block = b.table + row * b.table_row + from / b.block_size;
-        for (int64_t j = 0, place = from % b.block_size; j < n; block++, place = 0) {
+        for (int64_t j = 0, place = from % b.block_size; j < p.n; block++, place = 0) {
             int64_t at = *block * b.block + kv_head * b.head + place * b.dim;
-            for (; j < n && place < b.block_size; j++, place++, at += b.dim)
-                keys[j] = b.keys + at, values[j] = b.values + at;
+            for (; j < p.n && place < b.block_size; j++, place++, at += b.dim)
+                p.keys[j] = b.keys + at, p.values[j] = b.values + at;
         }
-        for (int j = n; j % STEP; j++) keys[j] = keys[n - 1], values[j] = values[n - 1];
-        return n;
+        for (int j = p.n; j % LANES; j++) p.keys[j] = p.keys[p.n - 1], p.values[j] = p.values[p.n - 1];
     }
 
     void attend_many(Floats *memory) {
@@ -78,8 +103,10 @@ struct Tile {
         }
         for (auto &m : most) m = Floats{} + HIDDEN;
         const float scale = LOG2E / __builtin_sqrtf(b.dim);
+        Places places;
+        const auto &[keys, values, n] = places;
         for (int64_t from = 0, end = seen(count - 1); from < end; from += CHUNK) {
-            const int n = find(from, end);
+            find(places, from, end);
             Floats top[VECTORS];
             std::copy(most, most + VECTORS, top);
             for (int j = 0; j < n; j += STEP) {
@@ -119,34 +146,51 @@ struct Tile {
         auto s = (float(*)[CHUNK])memory;
         float most[FEW], total[FEW] = {}, *sums[FEW];
         const float scale = LOG2E / __builtin_sqrtf(b.dim);
-        const int64_t dim = b.dim;
+        const int64_t dim = b.dim, end = seen(count - 1);
+        Places chunks[2];
+        find(chunks[0], 0, end);
         for (int i = 0; i < count; i++) most[i] = HIDDEN, sums[i] = out(i);
-        for (int64_t from = 0, end = seen(count - 1); from < end; from += CHUNK) {
-            const int n = find(from, end);
+        for (int64_t from = 0; from < end; from += CHUNK) {
+            const Places &now = chunks[from / CHUNK % 2];
+            Places &next = chunks[(from / CHUNK + 1) % 2];
+            find(next, from + CHUNK, end);
             for (int i = 0; i < count; i++) {
                 const float *query = q(i);
-                const int visible = std::clamp<int64_t>(seen(i) - from, 0, n);
-                float top = most[i];
-                for (int j = 0; j < visible; j++) {
-                    s[i][j] = dot(query, keys[j], dim) * scale;
-                    top = std::max(top, s[i][j]);
+                const int visible = std::clamp<int64_t>(seen(i) - from, 0, now.n);
+                for (int j = 0; j < now.n; j += LANES) {
+                    Floats parts[LANES];
+                    for (int l = 0; l < LANES; l++) {
+                        parts[l] = products(query, now.keys[j + l], dim);
+                        if (!i) ask(now.values[j + l], dim);
+                    }
+                    *(Floats *)(s[i] + j) = sum_each(parts) * scale;
                 }
                 std::fill(s[i] + visible, s[i] + CHUNK, HIDDEN);
+                Floats tops = Floats{} + most[i], added = {};
+                for (int j = 0; j < now.n; j += LANES) {
+                    const Floats scores = *(Floats *)(s[i] + j);
+                    tops = scores > tops ? scores : tops;
+                }
+                float top = tops[0];
+                for (int l = 1; l < LANES; l++) top = std::max(top, tops[l]);
                 const float shrink = exp2(Floats{} + (most[i] - top))[0];
-                Floats added = {};
-                for (int j = 0; j < n; j += LANES) added += *(Floats *)(s[i] + j) = exp2(*(Floats *)(s[i] + j) - top);
+                for (int j = 0; j < now.n; j += LANES)
+                    added += *(Floats *)(s[i] + j) = exp2(*(Floats *)(s[i] + j) - top);
                 for (int l = 1; l < LANES; l++) added[0] += added[l];
                 total[i] = total[i] * shrink + added[0], most[i] = top;
                 for (int64_t d = 0; d < dim; d++) sums[i][d] *= shrink;
             }
-            for (int j = 0; j < n; j += STEP)
+            for (int j = 0; j < now.n; j += STEP) {
+                for (int k = j; k < j + STEP && k < next.n; k++) ask(next.keys[k], dim);
+                const float *v0 = now.values[j], *v1 = now.values[j + 1];
+                const float *v2 = now.values[j + 2], *v3 = now.values[j + 3];
                 for (int i = 0; i < count; i++) {
-                    const float *v0 = values[j], *v1 = values[j + 1], *v2 = values[j + 2], *v3 = values[j + 3];
                     const float *w = s[i] + j, w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
                     float *sum = sums[i];
 #pragma omp simd
                     for (int64_t d = 0; d < dim; d++) sum[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d];
                 }
+            }
         }
         for (int i = 0; i < count; i++)
             for (int64_t d = 0; d < dim; d++) sums[i][d] /= total[i];

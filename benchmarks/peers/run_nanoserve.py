@@ -1,0 +1,44 @@
+"""nanoserve as `nanoserve serve` runs it (the last stage), in one process, 512 tokens a step; an empty prefix cache."""
+
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where offline.py is
+
+from loads import Ids, Load, Stamps
+from offline import Engine
+from serve import own_stdout, parser, serve
+
+from nanoserve.client import InProcessClient
+from nanoserve.config import STAGES
+
+
+def main() -> None:
+    args, answers = parser().parse_args(), own_stdout()
+    config = replace(
+        list(STAGES.values())[-1],
+        client=InProcessClient,
+        model=args.model,
+        num_threads=args.threads,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+    )
+    engine = Engine(config)
+
+    def generate(load: Load) -> list[Ids]:
+        return stream(load)[1]
+
+    def stream(load: Load) -> tuple[Stamps, list[Ids]]:
+        _, tokens, stamps, _ = engine.run(load)
+        return stamps, [tokens[i] for i in sorted(tokens)]
+
+    about = {"name": "nanoserve", "version": version("nanoserve"), "torch": torch.__version__}
+    serve(answers, about, args.vocab_size, generate, stream)
+
+
+if __name__ == "__main__":
+    main()
