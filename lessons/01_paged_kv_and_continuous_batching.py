@@ -69,7 +69,7 @@ assert static.run.num_steps == 3 * 96 and static.run.mean_running < 2
 # %% [markdown] slide
 # ## See it
 #
-# A lane is a request, a cell a step. Above, three seats in four stand empty while one long answer goes on, and the next batch waits outside. Below, each seat is taken again in the very next step; grey lanes wait for one.
+# A lane is a request, a cell a step. Above, seven of eight seats stand empty while one long answer goes on (three in four on average), and the next batch has not been sent yet. Below, each seat is taken again in the very next step; grey lanes wait for one. Half of the seats are used on average, not all: at the end a few long answers run on, and nobody waits any more.
 
 # %% slide
 show_figure(step_timeline({"static batches": static.records, "v0": v0.records}, v0.setting))
@@ -192,7 +192,7 @@ print(tables)
 show_figure(table_map(tables, 16, Setting("four requests", "the block manager alone", "simulated", 0)))
 
 # %% [markdown]
-# So position *i* of a request lies in block `table[i // 16]`, at offset `i % 16`: the **slot** is `table[i // 16] * 16 + i % 16`. An operating system finds a byte in its pages in the same way. The runner stores keys and values at their slots, and attention reads them back through the table.
+# So position *i* of a request lies in block `table[i // 16]`, at offset `i % 16`: the **slot** is `table[i // 16] * 16 + i % 16`. An operating system finds a byte in its pages in the same way. The runner stores keys and values at their slots, and attention reads them back through the table. Block 0 is the *null block*: padding may point to it, and nobody owns it.
 
 
 # %% slide

@@ -178,7 +178,7 @@ setup = Setup(costs=Roofline(memory), num_blocks=memory.num_blocks)
 study = length_classes(setup, replicas=2, rate=12.0, until_s=10.0)
 for row in study.rows:
     gap_ms = row["short_gap_p99"] / 1000
-    print(f"{row['way']:<26}{row['replicas']} replicas, held: {row['held']:<10} worst gaps {gap_ms:4.0f} ms, "
+    print(f"{row['way']:<26}{row['replicas']} replicas, held: {row['held']:<10} P99 of the short ones' gaps {gap_ms:4.0f} ms, "
           f"requests at a time {row['emptiest']} to {row['fullest']}")  # fmt: skip
 
 # %% [markdown] slide
@@ -278,4 +278,4 @@ assert answer_ms == 8 + 0.03 * 3 * 4_096 + 8 + 0.03 * 35
 # - `vllm/v1/core/sched/scheduler.py`: `schedule`, whose opening comment says that there is no prefill phase and no decode phase.
 # - `vllm:inter_token_latency_seconds` among the metrics of a server: a histogram, so look at its last buckets.
 #
-# Next: **03, chunked prefill**: how the new policy works, and which knob to turn.
+# Exercise 01 (`nanoserve check 1`) has you write v0's policy. Next: **03, chunked prefill**.

@@ -72,7 +72,7 @@ show_figure(block_map(maps, 96, private.setting))
 #
 # ## 1. A name for a block: the hash chain
 #
-# When may one request use a block of another? Keys and values at a position depend on *all tokens before it*, not only on the 16 in the block. So a block's name must cover everything up to its end. Each hash takes in the hash before it:
+# When may one request use a block of another? Keys and values at a position depend on *all tokens before it*, not only on the 16 in the block. So a block's name must cover everything up to its end. Each hash takes in the hash before it; the first one may take a salt, `cache_salt`, for customers who must not share:
 
 # %% slide
 show_source(SharedBlocks, "lookup", "hash_block")
@@ -215,7 +215,7 @@ assert len(long.block_hashes) == 999
 # %% [markdown] slide
 # ## 30,000 tokens, 1,000 sessions
 #
-# A 70B model in bf16 keeps 327,680 bytes of KV for each token. First the memory of 1,000 sessions; then the time, on simulated H100s, of 100 that come at once: one computes the prompt, and 99 wait for that.
+# A 70B model in bf16 keeps 327,680 bytes of KV for each token. First the memory of 1,000 sessions; then the time, on simulated H100s, of 100 that come at once: one computes the prompt, with the whole budget of each step, and 99 wait for that.
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -307,3 +307,5 @@ assert computed == {16: 256, 64: 256, 100: 452}
 # - `vllm/v1/core/block_pool.py` and `kv_cache_utils.py`: the pool, the free queue as a linked list, `hash_block_tokens`.
 # - `vllm/v1/core/kv_cache_manager.py`: `get_computed_blocks` is `lookup` here, `allocate_slots` is `allocate`.
 # - `vllm/core/block/prefix_caching_block.py` of 0.8.5: v0's.
+#
+# Exercises 05 to 08 (`nanoserve check 5`) have you write all four rules. Next: **07, kernels**.
