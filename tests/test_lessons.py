@@ -234,6 +234,7 @@ def test_a_wheel_takes_lessons_and_exercises_along() -> None:
         "lessons": "nanoserve/lessons",
         "exercises": "nanoserve/exercises",
         "benchmarks/results": "nanoserve/results",
+        "examples": "nanoserve/examples",
     }
 
 

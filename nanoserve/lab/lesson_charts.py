@@ -100,6 +100,25 @@ def chunk_tradeoff(points: Mapping[int, KnobPoint], setting: Setting) -> Figure:
     return _finish(figure, setting, "The chunk size is a knob", caption)
 
 
+def waits(ttft_ms: Mapping[str, Sequence[float]], group: str, setting: Setting) -> Figure:
+    """A line a run, a point a request of the group, in order of arrival: how long until its first token."""
+    figure = _figure(height=3.6)
+    ax = figure.add_subplot()
+    for name, values in ttft_ms.items():
+        look = look_of(name)
+        ax.plot(
+            range(1, len(values) + 1), values, color=look.colour, ls=look.line, marker=look.marker, ms=4, label=name
+        )
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(f"{group} requests, in order of arrival")
+    ax.set_ylabel("time to first token (ms)")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    middle = ", ".join(f"{name} {sorted(values)[(len(values) - 1) // 2]:,.0f} ms" for name, values in ttft_ms.items())
+    caption = f"The area below a line is what all of them waited together. P50: {middle}."
+    return _finish(figure, setting, "Time to first token", caption)
+
+
 def block_map(maps: Mapping[str, BlockMap], num_blocks: int, setting: Setting) -> Figure:
     """A panel a run, a square a block: coloured by the prefix that it holds, labelled with how many tables hold it."""
     rows = -(-num_blocks // COLUMNS)
