@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -439,3 +440,44 @@ def test_overlapping_steps_and_different_engines_are_refused(tmp_path, capsys):
     assert "one step ahead" in capsys.readouterr().err
     assert cli.main(["calibrate", str(ahead), str(trace(tmp_path)), "--out", str(tmp_path / "x")]) == 2
     assert "2 different engines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"client": "Pigeon"}, "line 1: config.client is none of InProcessClient"),
+        (
+            {"num_blocks": 2**39},
+            "cannot be simulated: the trace: its config cannot be had again: num_blocks=549755813888",
+        ),
+        ({"max_model_len": "auto"}, "max_model_len='auto' is not of type int"),
+    ],
+)
+def test_every_run_that_cannot_be_simulated_is_told_by_name(change, message, tmp_path, capsys):
+    whole = trace(tmp_path)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    header = json.loads(lines[0])
+    header["config"] |= change
+    (other := tmp_path / "other.jsonl").write_bytes(b"".join([json.dumps(header).encode() + b"\n", *lines[1:]]))
+    out = tmp_path / "x"
+    assert cli.main(["calibrate", str(whole), "--out", str(out), "--check", str(other)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert str(other) in err
+    assert message in err
+    assert not out.exists()
+
+
+def test_a_run_without_its_arrivals_is_not_compared_with(tmp_path, capsys):
+    lines = (whole := trace(tmp_path)).read_bytes().splitlines(keepends=True)
+    (other := tmp_path / "other.jsonl").write_bytes(b"".join([lines[0], *lines[30:]]))
+    assert cli.main(["calibrate", str(whole), "--out", str(tmp_path / "x"), "--check", str(other)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(r"other\.jsonl, line [0-9]+: sampled names '.+', which never arrived in it", err)
+
+
+def test_a_run_that_is_compared_with_unseen_is_seen(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "_compared", lambda path, *run: compare(*run))
+    with pytest.raises(KeyError):
+        test_a_run_without_its_arrivals_is_not_compared_with(tmp_path, capsys)

@@ -18,8 +18,10 @@ from nanoserve.api import cli
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
 from nanoserve.config import SEAMS
 from nanoserve.core import EngineCore
+from nanoserve.lab import replay as replaying
 from nanoserve.lab.replay import MAX_LINES, Change, Difference, Replay
 from nanoserve.lab.trace import Trace
+from nanoserve.lab.user_class import seam_class
 from nanoserve.record import Input, JsonlRecorder, ListRecorder, StepRecord
 from nanoserve.scheduler import PhaseSplitScheduler, UnifiedScheduler
 
@@ -349,6 +351,165 @@ def test_classes_of_ones_own_are_named_by_file(trace, tmp_path):
     assert Replay(trace, blocks="v0_cached").config.blocks is V0CachedBlocks
 
 
+EVIL = """
+from pathlib import Path
+from nanoserve.blocks import SharedBlocks
+from nanoserve.scheduler import UnifiedScheduler
+
+Path(__file__).with_name("was_run").touch()
+
+
+class Mine(SharedBlocks):
+    pass
+
+
+class Other(UnifiedScheduler):
+    pass
+"""
+
+
+def named_by_header(trace: Trace, tmp_path: Path, command: str, seam: str, name: str) -> None:
+    """The command reads a trace whose header names a class in a file, and must not run it."""
+    file = tmp_path / "evil.py"
+    file.write_text(EVIL)
+    header = msgspec.structs.replace(trace.header, config=trace.header.config | {seam: f"{file}:{name}"})
+    path = write(Trace(header, trace.records), tmp_path / "trace.jsonl")
+    code = cli.main([command, str(path)])
+    assert not (tmp_path / "was_run").exists()
+    assert code == (2 if command == "replay" else 0)
+
+
+@pytest.mark.parametrize("command", ["replay", "trace"])
+@pytest.mark.parametrize(("seam", "name"), [("scheduler", "Other"), ("blocks", "Mine")])
+def test_no_header_makes_a_command_run_code(seam, name, command, trace, tmp_path, capsys):
+    named_by_header(trace, tmp_path, command, seam, name)
+    if command == "replay":
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert f"give a class of your own as --{seam} FILE.py:{name}" in err
+
+
+@pytest.mark.parametrize("command", ["replay", "trace"])
+def test_a_replay_that_runs_what_a_header_names_is_seen(command, trace, tmp_path, monkeypatch):
+    monkeypatch.setattr(replaying, "known_class", seam_class)
+    with pytest.raises(AssertionError):
+        named_by_header(trace, tmp_path, command, "scheduler", "Other")
+
+
+MINE = """
+import sys
+from nanoserve.blocks import SharedBlocks
+from nanoserve.scheduler import UnifiedScheduler
+
+
+class Untold(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Exits(UnifiedScheduler):
+    def schedule(self):
+        sys.exit(0)
+
+
+class Mute(UnifiedScheduler):
+    def schedule(self):
+        raise Untold
+
+
+class Nothing(UnifiedScheduler):
+    def schedule(self):
+        return None
+
+
+class Unmade(UnifiedScheduler):
+    def __init__(self, *args):
+        sys.exit(0)
+
+
+class Unmute(SharedBlocks):
+    def __init__(self, *args, **kwargs):
+        raise Untold
+
+
+class Stray:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "code", "message"),
+    [
+        ("import sys\nsys.exit(0)\n", "--scheduler {}:Exits", 2, "cannot be loaded: SystemExit: 0"),
+        ("class E(BaseException): pass\nraise E\n", "--scheduler {}:Exits", 2, "cannot be loaded: E."),
+        (MINE + "raise Untold\n", "--blocks {}:Mine", 2, "cannot be loaded: Untold."),
+        (MINE, "--scheduler {}:Exits", 1, "recorded nothing, replayed SystemExit: 0"),
+        (MINE, "--scheduler {}:Mute", 1, "recorded nothing, replayed Untold"),
+        (MINE, "--scheduler {}:Nothing", 1, "AttributeError"),
+        (MINE, "--scheduler {}:Unmade", 2, "SharedBlocks and Unmade cannot be made: SystemExit: 0"),
+        (MINE, "--blocks {}:Unmute", 2, "cannot be made: Untold."),
+        (MINE, "--scheduler {}:Stray", 2, "is no class for it; give one that derives from BaseScheduler."),
+        (MINE, "--scheduler {}:SharedBlocks", 2, "derives from BaseScheduler; it fits --blocks"),
+        (MINE, "--blocks {}:Exits", 2, "derives from PrivateBlocks, or has all that KVCacheManager asks for; it fits"),
+    ],
+)
+def test_no_class_of_ones_own_ends_the_command_unsaid(source, words, code, message, trace, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(source)
+    path = write(trace, tmp_path / "trace.jsonl")
+    assert cli.main(["replay", str(path), *words.format(tmp_path / "mine.py").split()]) == code
+    out, err = capsys.readouterr()
+    assert message in (err if code == 2 else out)
+    assert err.count("\n") == (code == 2)
+
+
+def test_a_replay_that_an_exit_ends_is_seen(trace, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(replaying, "BaseException", Exception, raising=False)
+    with pytest.raises(SystemExit):
+        test_no_class_of_ones_own_ends_the_command_unsaid(MINE, "--scheduler {}:Exits", 1, "", trace, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_model_len": "auto"}, "max_model_len='auto' is not of type int"),
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens='many' is not of type int"),
+        ({"num_blocks": 2**39}, "num_blocks=549755813888 is more than a replay has memory for; at most 1048576"),
+        ({"num_swap_blocks": 2**39}, "num_swap_blocks=549755813888 is more"),
+        ({"num_blocks": "7"}, "num_blocks must be an integer"),
+        ({"block_size": 0}, "block_size must be an integer >= 1"),
+        ({"watermark": "low"}, "watermark must be in [0, 1)"),
+        ({"reserve_full_prompt": "yes"}, "reserve_full_prompt='yes' is not of type bool"),
+        ({"scheduler": "Fifo"}, "scheduler 'Fifo' is none of"),
+        ({"blocks": 5}, "blocks '5' is none of"),
+    ],
+)
+def test_every_header_that_no_engine_wrote_is_told_with_its_line(change, message, trace, tmp_path, capsys):
+    header = msgspec.structs.replace(trace.header, config=trace.header.config | change)
+    path = write(Trace(header, trace.records), tmp_path / "trace.jsonl")
+    assert cli.main(["replay", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "trace.jsonl, line 1: its config cannot be had again: " in err
+    assert message in err
+    assert cli.main(["trace", str(path)]) == 0, "the records still tell who held what"
+
+
+def test_a_header_that_is_not_checked_is_seen(trace, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(replaying, "_check_values", lambda values: None)
+    with pytest.raises(AssertionError):
+        test_every_header_that_no_engine_wrote_is_told_with_its_line(
+            {"max_model_len": "auto"}, "is not of type int", trace, tmp_path, capsys
+        )
+
+
+def test_a_pool_may_have_as_many_blocks_as_the_limit(trace, monkeypatch):
+    monkeypatch.setattr(replaying, "MAX_POOL_BLOCKS", 7)
+    assert Replay(trace).run() is None
+    monkeypatch.setattr(replaying, "MAX_POOL_BLOCKS", 6)
+    with pytest.raises(ValueError, match="num_blocks=7 is more than a replay has memory for; at most 6"):
+        Replay(trace)
+
+
 def test_a_header_that_says_too_little_is_refused(trace):
     header = msgspec.structs.replace(trace.header, config={"scheduler": "UnifiedScheduler"})
     with pytest.raises(ValueError, match="does not say block_size, num_blocks"):
@@ -385,11 +546,18 @@ def test_what_is_whole_of_a_damaged_file_is_replayed(trace, tmp_path, capsys):
     path = write(trace, tmp_path / "trace.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:6]) + lines[6][:20])
-    assert cli.main(["replay", str(path)]) == 0
+    assert cli.main(["replay", str(path)]) == 2, "nobody may take it for the whole run"
     captured = capsys.readouterr()
     assert captured.out.startswith("5 steps decided again")
+    assert "The file is damaged: what came after them is not known." in captured.out
     assert "line 7: not a step record" in captured.err
     assert captured.err.count("\n") == 1
+    assert cli.main(["replay", str(path), "--json"]) == 2
+    verdict = json.loads(capsys.readouterr().out)
+    assert (verdict["identical"], verdict["steps"]) == (True, 5)
+    assert "line 7: not a step record" in verdict["damage"]
+    assert cli.main(["replay", str(write(trace, path)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["damage"] == ""
     path.write_bytes(b"what is this\n")
     assert cli.main(["replay", str(path)]) == 2
     assert "line 1: not a trace header" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from nanoserve.lab import studies
+from nanoserve.lab import policies, studies, workload_files
 from nanoserve.lab.costs import REFERENCE
 from nanoserve.lab.gpus import GPUS, MODELS, Memory
 from nanoserve.lab.policies import parse_policies, parse_policy
@@ -231,11 +231,25 @@ def test_a_policy_names_classes_and_overrides_its_stage():
         ("unified:512+paged", "has the part 'paged', which is not known; use one of private"),
         ("unified:512,unified:512", "names unified:512 twice"),
         (" , ", "names none"),
+        ("unified+private+shared", "has two parts for blocks, private and shared; leave one out"),
+        ("v1+private+private", "has two parts for blocks, private and private"),
+        ("unified+inproc+core_process", "has two parts for client, inproc and core_process"),
+        ("unified+ahead+ahead", "has two parts for async_scheduling, ahead and ahead"),
+        ("unified+shared+inproc+private", "has two parts for blocks, shared and private"),
     ],
 )
 def test_a_policy_that_is_not_known_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_policies(text)
+
+
+def test_a_policy_whose_last_part_wins_is_seen(monkeypatch):
+    def fold(text, parts):
+        return {field: value for part in parts for field, value in policies._part(text, part).items()}
+
+    monkeypatch.setattr(policies, "_parts", fold)
+    with pytest.raises(pytest.fail.Exception):
+        test_a_policy_that_is_not_known_is_refused("unified+private+shared", "two parts")
 
 
 # Files
@@ -290,7 +304,18 @@ def test_a_trace_in_mooncakes_form_shares_blocks_with_equal_ids(tmp_path):
         ('{"max_tokens": 0, "prompt_len": 4}', "max_tokens must be an integer >= 1"),
         ('{"max_tokens": 2, "prompt_len": -4}', "prompt_len must be an integer >= 1"),
         ('{"max_tokens": 2, "prompt": []}', "`prompt` is empty"),
-        ('{"max_tokens": 2, "prompt": [-3]}', "token ids >= 0, got -3"),
+        ('{"max_tokens": 2, "prompt": [-3]}', "token ids >= 0 and <= 2147483647, got -3"),
+        ('{"max_tokens": 2, "prompt": [2147483648]}', "token ids >= 0 and <= 2147483647, got 2147483648"),
+        ('{"max_tokens": 2, "parts": [[2147483648, 1]]}', "a part must be a name or a token id >= 0 and <="),
+        ('{"max_tokens": 2, "prompt_len": 10000001}', "prompt_len must be an integer >= 1 and <= 10000000"),
+        ('{"max_tokens": 10000001, "prompt_len": 1}', "max_tokens must be an integer >= 1 and <= 10000000"),
+        ('{"max_tokens": 2, "parts": [["a", 9000000], ["b", 9000000]]}', "length of `parts` must be .* got 18000000"),
+        ('{"max_tokens": 2, "prompt_len": 4, "at_s": 1e300}', "at_s must be a finite number >= 0 and <= 1e.10, got"),
+        ('{"timestamp": 1e300, "input_length": 4, "output_length": 3, "hash_ids": [0]}', "timestamp must be a finite"),
+        ('{"timestamp": 0, "input_length": 4, "output_length": 3, "hash_ids": [-1]}', "hash_ids must be >= 0"),
+        ('{"timestamp": 0, "input_length": 4, "output_length": 3, "hash_ids": [9999999999]}', "hash_ids must be"),
+        ("[" * 100_000, "it is nested too deeply for a request"),
+        ('{"max_tokens": 2, "prompt_len": 1' + "0" * 5000 + "}", ""),
         ('{"max_tokens": 2, "prompt": "words"}', "Expected `array"),
         ('{"max_tokens": 2, "prompt_len": 4, "at_s": -1}', "at_s must be a finite number >= 0"),
         ('{"max_tokens": 2, "prompt_len": 4, "colour": 1}', "unknown field `colour`"),
@@ -303,6 +328,22 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path.write_text('{"max_tokens": 1, "prompt_len": 1}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"load\.jsonl, line 2: .*" + message):
         read_workload(path)
+
+
+def test_a_file_that_asks_for_more_than_fits_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "load.jsonl"
+    path.write_text('{"max_tokens": 10000000, "prompt_len": 10000000}\n' * 51)
+    with pytest.raises(ValueError, match=r"load\.jsonl asks for 1,020,000,000 tokens in all, and 1,000,000,000 are"):
+        read_workload(path)
+    monkeypatch.setattr(workload_files, "MAX_TOKENS", 10**20)
+    assert len(read_workload(path).arrivals) == 51
+
+
+def test_a_length_that_is_not_checked_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(workload_files, "_length", lambda name, value: value)
+    line = '{"max_tokens": 2, "parts": [["a", 9000000], ["b", 9000000]]}'
+    with pytest.raises(pytest.fail.Exception):
+        test_a_bad_line_is_named(tmp_path, line, "length of `parts`")
 
 
 def test_an_empty_file_and_a_turn_before_its_session_are_refused(tmp_path):

@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from nanoserve.api import cli
+from nanoserve.lab import simulate
+from nanoserve.lab.costs import Table
 from nanoserve.lab.simulate_report import SimulateReport
 from nanoserve.lab.simulate_tables import micro
+from nanoserve.lab.simulated import SimulatedRun
 from nanoserve.lab.workload_files import write_workload
 from nanoserve.record import read_trace
 
@@ -134,6 +137,56 @@ def test_refused_requests_are_told(tmp_path, capsys):
     assert "unified:512: 1 requests could never fit" in capsys.readouterr().out
 
 
+REFUSED_AT_ONCE = '{"max_tokens": 2, "prompt_len": 400000}\n'
+
+
+def told_of_a_load_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> SimulateReport:
+    path = tmp_path / "load.jsonl"
+    path.write_text(REFUSED_AT_ONCE)
+    return report(capsys, "--workload", str(path), "--costs", "linear:8000,30", "--policies", "unified:512")
+
+
+def test_a_load_that_is_refused_at_once_is_told(tmp_path, capsys):
+    [row] = told_of_a_load_that_is_refused(tmp_path, capsys).policies
+    assert (row.num_refused, row.output_tokens, row.output_tokens_per_s, row.end_us) == (1, 0, 0, 0)
+
+
+def test_a_rate_that_forgets_that_no_time_may_pass_is_seen(tmp_path, capsys, monkeypatch):
+    rate = property(lambda run: run.output_tokens / run.end_us * 1e6)
+    monkeypatch.setattr(SimulatedRun, "output_tokens_per_s", rate)
+    with pytest.raises(ZeroDivisionError):
+        told_of_a_load_that_is_refused(tmp_path, capsys)
+
+
+def test_a_pool_of_more_blocks_than_an_engine_takes_by_itself_is_capped_and_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(simulate, "MAX_POOL_BLOCKS", 1000)
+    words = ["--workload", "burst", "--gpu", "b200", "--model", "nanostory", "--policies", "unified:2048"]
+    assert run(*words, "--json") == 0
+    out, err = capsys.readouterr()
+    told = msgspec.json.decode(out, type=SimulateReport)
+    assert told.num_blocks == told.policies[0].config["num_blocks"] == 1000
+    assert "7,910,034 blocks fit in the memory, and the pool has 1,000" in err
+    assert err.count("\n") == 1
+
+
+def test_a_pool_that_is_not_capped_is_seen(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(simulate, "min", max, raising=False)
+    monkeypatch.setattr(
+        simulate, "_runs", lambda args, costs, host: pytest.fail(f"{simulate._num_blocks(args, costs)}")
+    )
+    with pytest.raises(pytest.fail.Exception, match="7910034"):
+        test_a_pool_of_more_blocks_than_an_engine_takes_by_itself_is_capped_and_said(tmp_path, capsys, monkeypatch)
+
+
+def test_a_table_of_endless_costs_is_one_line(tmp_path, capsys):
+    endless = Table(knot_tokens=[1.0], knot_us=[1e308], request_us=1e308, context_us=0, attention_us=0)
+    (tmp_path / "costs.json").write_bytes(msgspec.json.encode(endless))
+    assert run("--workload", "burst", "--costs", f"table:{tmp_path}/costs.json") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "takes longer than a clock can tell" in err
+
+
 @pytest.mark.parametrize("study", ["bursty-cache"])
 def test_a_study_prints_its_assumptions_and_its_table(study, capsys):
     assert run("--workload", study, "--costs", "linear:8000,30") == 0
@@ -162,6 +215,12 @@ def test_a_study_prints_its_assumptions_and_its_table(study, capsys):
         (["--workload", "capacity", "--policies", "v0"], "--policies means nothing to capacity"),
         (["--workload", "capacity", "--record", "x"], "--record means nothing to capacity"),
         (["--workload", "capacity", "--check-invariants"], "--check-invariants is not for capacity"),
+        ([*REFERENCE, "--num-gpu-blocks-override", "1000000000000"], "1000000000000 is more than the simulator keeps"),
+        ([*REFERENCE, "--num-gpu-blocks-override", "1048577"], "give at most 1048576, or a larger --block-size"),
+        (["--workload", "bursty-cache", "--num-gpu-blocks-override", "1048577"], "is more than the simulator keeps"),
+        (["--workload", "burst", "--costs", "table:"], "costs 'table:' are not known"),
+        (["--workload", "burst", "--efficiency", "5e-324,5e-324"], "a step takes longer than a clock can tell"),
+        ([*REFERENCE, "--policies", "unified+private+shared"], "has two parts for blocks, private and shared"),
         ([], "required: --workload"),
     ],
 )

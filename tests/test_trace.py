@@ -3,6 +3,7 @@ file tells where, and shows whatever was whole."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from fakes_records import arrival
 from hypothesis import HealthCheck, given, settings
 from recordings import play, record, scripts
 
+from nanoserve.api import cli
 from nanoserve.blocks import PrivateBlocks, SharedBlocks
 from nanoserve.core import EngineCore
-from nanoserve.lab.block_history import BlockHistory, BlockMap, Prefixes
+from nanoserve.lab import trace_check
+from nanoserve.lab.block_history import BlockHistory, BlockMap, Prefixes, Tables
 from nanoserve.lab.metrics import request_times, spans
 from nanoserve.lab.reasons import SENTENCES, in_words
 from nanoserve.lab.trace import SWAPPED, Lane, Run, Trace, moments
@@ -258,6 +261,128 @@ def test_a_file_of_which_nothing_is_whole_is_refused(tmp_path, content, complain
     (path := tmp_path / "trace.jsonl").write_bytes(content)
     with pytest.raises(TraceError, match=complaint):
         Trace.load(path)
+
+
+TAMPERED = [
+    ("step", 2**31),
+    ("step", -1),
+    ("budget", 10**40),
+    ("num_scheduled_tokens", {"r0": 2**31}),
+    ("num_scheduled_tokens", {"r0": 2**30, "r1": 2**30}),
+    ("num_scheduled_tokens", {"r0": -1}),
+    ("hit_tokens", {"r0": 2**63}),
+    ("new_blocks", {"r0": [3, 2**31]}),
+    ("replaced_blocks", {"r0": [[-1, 3]]}),
+    ("evicted", [2**31]),
+    ("copies", [[0, 2**31]]),
+    ("num_padding_tokens", 10**400),
+    ("num_free_blocks", 2**31),
+    ("sampled", {"r0": [2**31]}),
+    ("left_out", {"r5": {"code": "blocks", "need": 2**31}}),
+    ("end_s", 1e300),
+    ("host_s", -1e300),
+    ("arrivals.prompt_token_ids", [2**31]),
+    ("arrivals.prompt_token_ids", [5, -1]),
+    ("arrivals.arrival_s", 1e300),
+]
+
+
+def tampered(path: Path, name: str, value: Any) -> Path:
+    """A trace whose fourth line has the value in that field."""
+    trace = tight_trace()
+    records = [msgspec.to_builtins(record) for record in trace.records]
+    target, _, inner = name.partition(".")
+    if inner:
+        records[2][target] = [records[0][target][0] | {"id": "late", inner: value}]
+    else:
+        records[2][target] = value
+    lines = [json.dumps(one).encode() + b"\n" for one in (msgspec.to_builtins(trace.header), *records)]
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(("name", "value"), TAMPERED)
+def test_every_number_that_no_run_has_is_told_with_file_line_and_field(name, value, tmp_path, capsys):
+    path = tampered(tmp_path / "trace.jsonl", name, value)
+    loaded = Trace.load(path)
+    assert [record.step for record in loaded.records] == [1, 2]
+    assert f"{path}, line 4: {name} holds " in loaded.damage
+    assert ", and must be " in loaded.damage
+    assert "\n" not in loaded.damage
+    for words, code in (["trace"], 0), (["replay"], 2), (["calibrate", "--out", str(tmp_path / "x")], 2):
+        assert cli.main([words[0], str(path), *words[1:]]) == code
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert f"line 4: {name} holds " in err
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", 2**31), ("new_blocks", {"r0": [3, 2**31]})])
+def test_a_number_that_is_not_checked_is_seen(name, value, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace_check, "_faults", lambda record: iter(()))
+    with pytest.raises(AssertionError):
+        test_every_number_that_no_run_has_is_told_with_file_line_and_field(name, value, tmp_path, capsys)
+    with pytest.raises(OverflowError):
+        cli.main(["trace", str(tmp_path / "trace.jsonl")])
+
+
+@settings(relaxed, max_examples=60)
+@given(scripts())
+def test_no_number_of_a_real_run_is_complained_of(script):
+    assert [fault for one in record(script).records for fault in trace_check._faults(one)] == []
+
+
+def test_a_number_of_a_config_without_end_is_refused(tmp_path):
+    (path := tmp_path / "trace.jsonl").write_text(
+        f'{{"version": {TRACE_VERSION}, "config": {{"seed": 1{"0" * 99}}}}}\n'
+    )
+    with pytest.raises(TraceError, match=r"line 1: config\.seed is an integer of more than 30 digits"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("command", ["trace", "replay", "calibrate"])
+def test_a_line_that_is_nested_without_end_is_one_line(command, place, tmp_path, capsys):
+    lines = write(tight_trace(), path := tmp_path / "trace.jsonl")
+    lines[place] = lines[place].rstrip()[:-1] + b',"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    path.write_bytes(b"".join(lines))
+    assert cli.main([command, str(path), *(["--out", str(tmp_path / "x")] if command != "replay" else [])]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"trace.jsonl, line {place + 1}: it is nested too deeply" in err
+
+
+@pytest.mark.parametrize("name", ["new_blocks", "replaced_blocks", "preempted"])
+def test_a_record_of_a_request_that_is_not_there_is_told_with_its_line(name, tmp_path, capsys):
+    value = {"new_blocks": {"ghost": [3]}, "replaced_blocks": {"ghost": [[0, 3]]}, "preempted": ["r5"]}[name]
+    records = tight_trace().records[:3]
+    records[2] = msgspec.structs.replace(records[2], **{name: value})
+    if name == "preempted":
+        records[1] = msgspec.structs.replace(records[1], finished={"r5": "stop"}, left_out={})
+        records[2].left_out.clear()
+    write(Trace(tight_trace().header, records), path := tmp_path / "trace.jsonl")
+    assert cli.main(["trace", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"trace.jsonl, line 4: {name} names '{'r5' if name == 'preempted' else 'ghost'}', which is no request" in err
+    assert cli.main(["trace", str(path), "--no-blocks"]) == 0
+
+
+def test_a_table_of_a_request_that_is_not_there_is_seen(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Tables, "_lane", lambda tables, name, request_id: tables._alive[request_id])
+    with pytest.raises(KeyError):
+        test_a_record_of_a_request_that_is_not_there_is_told_with_its_line("new_blocks", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("error", [" \n ", "\n", "one\ntwo\n"])
+def test_every_error_in_a_record_has_a_last_line(error, tmp_path, capsys):
+    trace = tight_trace()
+    trace.records[-1] = msgspec.structs.replace(trace.records[-1], error=error)
+    write(trace, path := tmp_path / "trace.jsonl")
+    assert cli.main(["replay", str(path)]) == 0
+    expected = "two" if "two" in error else "no reason was recorded"
+    assert f"failed when it was recorded: {expected}\n" in capsys.readouterr().out
+    assert cli.main(["trace", str(path)]) == 0
+    assert f'"{expected}"' in path.with_suffix(".html").read_text(encoding="utf-8")
 
 
 def test_recording_is_off_unless_it_is_asked_for(tmp_path):

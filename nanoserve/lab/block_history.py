@@ -163,18 +163,18 @@ class Tables:
         self._alive: dict[str, int] = {}
 
     def decide(self, record: StepRecord) -> None:
-        """To the state while the step runs."""
+        """To the state while the step runs. ValueError where it tells of a request that is not there."""
         arrivals = {r.id: self._lanes[id(r)] for r in record.arrivals}
         for i in record.before or [Input("add", request_id) for request_id in arrivals]:
             self._take(i, arrivals)
         self._alive |= {request_id: lane for request_id, lane in arrivals.items() if request_id not in self._alive}
         for request_id in record.preempted:
-            self._give_back(self._lane(request_id))
+            self._give_back(self._lane("preempted", request_id))
         for request_id, entries in record.replaced_blocks.items():
             for place, block_id in entries:
-                self._replace(self._lane(request_id), place, block_id)
+                self._replace(self._lane("replaced_blocks", request_id), place, block_id)
         for request_id, block_ids in record.new_blocks.items():
-            self._grow(self._lane(request_id), block_ids, is_whole=request_id in record.hit_tokens)
+            self._grow(self._lane("new_blocks", request_id), block_ids, is_whole=request_id in record.hit_tokens)
 
     def take(self, record: StepRecord) -> None:
         """Ends of the step's requests, and aborts before its tokens were taken."""
@@ -184,8 +184,10 @@ class Tables:
             if reason != "abort" and request_id in self._alive:
                 self._give_back(self._alive.pop(request_id))
 
-    def _lane(self, request_id: str) -> int:
+    def _lane(self, name: str, request_id: str) -> int:
         if request_id not in self._alive:
+            if request_id not in self._older:
+                raise ValueError(f"{name} names {request_id!r:.60}, which is no request that is alive then")
             self._alive[request_id] = self._older[request_id]
         return self._alive[request_id]
 
@@ -250,6 +252,7 @@ class BlockHistory:
         self.replay: Replay | None = None
 
     def changes(self) -> Iterator[StepBlocks]:
+        """ValueError for a record that tells of a request that is not there."""
         journal: Journal = []
         decisions = iter(self._replayed(journal))
         for moment in moments(self.trace.records):
@@ -298,7 +301,10 @@ class BlockHistory:
     def _read(self, moment: Moment) -> None:
         num_seen = len(self.tables.changes)
         if moment.is_decision:
-            self.tables.decide(moment.record)
+            try:
+                self.tables.decide(moment.record)
+            except ValueError as error:
+                raise ValueError(f"{self.trace.line(moment.place)}: {error}; record the run again.") from None
         else:
             self.tables.take(moment.record)
         for lane, place, block_ids in self.tables.changes[num_seen:]:

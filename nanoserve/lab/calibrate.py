@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from nanoserve.config import SEAMS
 from nanoserve.lab.costs import StepLoad, Table, attention_of, shares
-from nanoserve.lab.held_out import compare
+from nanoserve.lab.files import check_outputs, file_argument, write_file
+from nanoserve.lab.held_out import Comparison, compare
 from nanoserve.lab.metrics import percentile
-from nanoserve.record import StepRecord, TraceHeader, read_trace
+from nanoserve.lab.trace_check import read_checked
+from nanoserve.lab.user_class import refusing
+from nanoserve.record import StepRecord, TraceHeader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,26 +46,32 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="written by --record; of one engine")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for --costs table:FILE")
     parser.add_argument(
-        "--check", nargs="+", type=Path, default=[], metavar="TRACE", help="runs to simulate, and to compare with"
+        "traces", nargs="+", type=file_argument, metavar="TRACE", help="written by --record; of one engine"
+    )
+    parser.add_argument("--out", type=file_argument, required=True, metavar="FILE", help="for --costs table:FILE")
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        type=file_argument,
+        default=[],
+        metavar="TRACE",
+        help="runs to simulate, and to compare with",
     )
     parser.add_argument("--json", action="store_true", help="print the costs and the comparisons as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, fit, write, compare, print. ValueError for traces that cannot be fitted to, or compared with."""
-    if not args.out.resolve().parent.is_dir():
-        raise ValueError(f"--out {args.out} is in a folder that does not exist; make it first.")
-    traces, held_out = [read_trace(path) for path in args.traces], [read_trace(path) for path in args.check]
+    check_outputs([("--out", args.out)], [*args.traces, *args.check])
+    traces, held_out = [read_checked(path) for path in args.traces], [read_checked(path) for path in args.check]
     source = _source([header for header, _ in traces])
     if others := {f"{h.config.get('model')} on {h.device}" for h, _ in held_out} - {source}:
         raise ValueError(f"--check has a run of {others.pop()}, and the costs are those of {source}; leave it out.")
     table = fit([step for _, records in traces for step in measured_steps(records)], source)
     encoded = msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n"
-    args.out.write_bytes(encoded)
-    checks = {str(path): compare(*trace, table) for path, trace in zip(args.check, held_out, strict=True)}
+    checks = {str(path): _compared(path, *trace, table) for path, trace in zip(args.check, held_out, strict=True)}
+    write_file(args.out, encoded)
     if args.json:
         errors = {path: {**asdict(check), "errors": check.errors} for path, check in checks.items()}
         print(msgspec.json.format(msgspec.json.encode({"table": table, "checks": errors}), indent=1).decode())
@@ -70,6 +80,19 @@ def run(args: argparse.Namespace) -> int:
         for path, check in checks.items():
             print(f"{path}: {check}")
     return 0
+
+
+def _compared(path: Path, header: TraceHeader, records: Sequence[StepRecord], table: Table) -> Comparison:
+    """ValueError that names the file, where it is not the whole of a run that can be simulated."""
+    known = [client.__name__ for client in SEAMS["client"].values()]
+    if header.config.get("client") not in known:
+        raise ValueError(f"{path}, line 1: config.client is none of {', '.join(known)}; record the run again.")
+    arrived = {request.id for record in records for request in record.arrivals}
+    for place, record in enumerate(records):
+        if strange := next((request_id for request_id in record.sampled if request_id not in arrived), None):
+            raise ValueError(f"{path}, line {place + 2}: sampled names {strange!r:.60}, which never arrived in it.")
+    with refusing(f"{path} cannot be simulated"):
+        return compare(header, records, table)
 
 
 def _source(headers: Sequence[TraceHeader]) -> str:
@@ -109,7 +132,7 @@ def measured_steps(records: Sequence[StepRecord]) -> Iterator[Measured]:
         starts = [(computed.get(request_id, 0), n) for request_id, n in tokens.items()]
         for request_id, n in tokens.items():
             computed[request_id] = computed.get(request_id, 0) + n
-        if tokens:
+        if any(tokens.values()):
             load = StepLoad(
                 num_tokens=sum(tokens.values()),
                 num_requests=len(tokens),

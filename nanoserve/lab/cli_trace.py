@@ -9,6 +9,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from nanoserve.lab.files import check_inputs, check_outputs, file_argument, write_file
 from nanoserve.lab.perfetto import perfetto
 from nanoserve.lab.timeline import timeline_html
 from nanoserve.lab.trace import Trace
@@ -18,10 +19,12 @@ MOST_FILES = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", type=Path, help="what --record wrote; two: on one time axis"
+        "files", nargs="+", metavar="FILE", type=file_argument, help="what --record wrote; two: on one time axis"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="default: the first file's name, with .html")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE.json", help="also as Chrome-trace JSON")
+    parser.add_argument(
+        "--out", type=file_argument, metavar="FILE.html", help="default: the first file's name, with .html"
+    )
+    parser.add_argument("--perfetto", type=file_argument, metavar="FILE.json", help="also as Chrome-trace JSON")
     parser.add_argument(
         "--no-blocks", dest="blocks", action="store_false", help="leave the block map out: a smaller file"
     )
@@ -31,16 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if len(args.files) > MOST_FILES:
         raise ValueError(f"{len(args.files)} files were given; a timeline shows at most {MOST_FILES} runs.")
+    check_inputs(args.files)
     out: Path = args.out or args.files[0].with_suffix(".html")
-    for path in (out, args.perfetto):
-        if path is not None and any(path.resolve() == file.resolve() for file in args.files):
-            raise ValueError(f"{path} is one of the traces and would be overwritten; give another path.")
+    check_outputs([("--out", out), ("--perfetto", args.perfetto)], args.files)
     with working("reading and replaying"):
         traces = [load(file) for file in args.files]
-        out.write_text(timeline_html(traces, args.blocks), encoding="utf-8")
+        write_file(out, timeline_html(traces, args.blocks))
     written = [out]
     if args.perfetto:
-        args.perfetto.write_text(json.dumps(perfetto(traces), separators=(",", ":")), encoding="utf-8")
+        write_file(args.perfetto, json.dumps(perfetto(traces), separators=(",", ":")))
         written.append(args.perfetto)
     if args.json:
         runs = [{"file": t.name, "steps": len(t.records), "requests": len(t.lanes), "damage": t.damage} for t in traces]
@@ -63,7 +65,7 @@ def working(what: str) -> AbstractContextManager[object]:
 
 
 def load(path: Path) -> Trace:
-    """The trace; a warning when only a part of the file is whole. TraceError (a ValueError), OSError."""
+    """The trace; a warning when only a part of the file is whole. ValueError, OSError."""
     trace = Trace.load(path)
     if trace.damage:
         warnings.warn(f"{trace.damage} The {len(trace.records)} steps before it are shown.", stacklevel=2)

@@ -8,6 +8,7 @@ The names are those of `config.SEAMS` and `config.STAGES`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,9 +54,19 @@ def parse_policy(text: str, **common: Any) -> Policy:
         if not budget.isdecimal() or not budget.isascii() or not 1 <= int(budget[:20]) < 2**40:
             raise ValueError(f"policy {text!r} has the budget {budget!r}; write tokens a step, such as {name}:512.")
         fields["max_num_batched_tokens"] = int(budget)
+    return Policy(text, replace(EngineConfig(), **fields | _parts(text, parts)))
+
+
+def _parts(text: str, parts: Sequence[str]) -> dict[str, Any]:
+    """Fields of the config, each from one part."""
+    fields: dict[str, Any] = {}
+    by: dict[str, str] = {}
     for part in parts:
-        fields |= _part(text, part)
-    return Policy(text, replace(EngineConfig(), **fields))
+        [(field, value)] = _part(text, part).items()
+        if field in by:
+            raise ValueError(f"policy {text!r} has two parts for {field}, {by[field]} and {part}; leave one out.")
+        by[field], fields[field] = part, value
+    return fields
 
 
 def _part(text: str, part: str) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import EngineConfig
 from nanoserve.lab.trace import Moment, Trace, moments
-from nanoserve.lab.user_class import seam_class
+from nanoserve.lab.user_class import known_class, refusing, seam_class, told
 from nanoserve.record import Input, StepRecord, TraceHeader, decided
 from nanoserve.request import EngineRequest, Request, StepPlan
+from nanoserve.runner import MAX_POOL_BLOCKS
 
 if TYPE_CHECKING:
     from nanoserve.blocks import KVCacheManager
@@ -59,18 +60,29 @@ class Difference:
         return "\n".join([f"step {self.step} {what}:", *lines, *more])
 
 
-def replay_config(header: TraceHeader, scheduler: str = "", blocks: str = "") -> EngineConfig:
-    """What the header says of scheduling, as a config. `scheduler`, `blocks`: other classes than its own, as for
-    `seam_class`. ValueError."""
+def replay_config(header: TraceHeader, scheduler: str = "", blocks: str = "", where: str = "the trace") -> EngineConfig:
+    """What the header says of scheduling, as a config. It can name nanoserve's own classes alone; `scheduler`,
+    `blocks`: others, as for `seam_class`, by the user's own word. `where` the header stands. ValueError."""
     missing = [name for name in (*CONFIG_FIELDS, "scheduler", "blocks") if header.config.get(name) is None]
     if missing:
-        raise ValueError(f"the trace does not say {', '.join(missing)}; record it again with this version.")
-    classes: dict[str, Any] = {
-        "scheduler": seam_class("scheduler", scheduler or str(header.config["scheduler"])),
-        "blocks": seam_class("blocks", blocks or str(header.config["blocks"])),
-    }
+        raise ValueError(f"{where} does not say {', '.join(missing)}; record it again with this version.")
+    given = {"scheduler": scheduler, "blocks": blocks}
+    classes: dict[str, Any] = {seam: seam_class(seam, name) for seam, name in given.items() if name}
     values: dict[str, Any] = {name: header.config[name] for name in CONFIG_FIELDS}
-    return EngineConfig(**values, **classes)
+    with refusing(f"{where}: its config cannot be had again"):
+        classes |= {seam: known_class(seam, str(header.config[seam])) for seam in given if seam not in classes}
+        _check_values(values)
+        return EngineConfig(**values, **classes)
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """What `EngineConfig` leaves to `resolve`, which a recorded config went through, and what would not fit here."""
+    for name in ("num_blocks", "num_swap_blocks"):
+        if isinstance(values[name], int) and values[name] > MAX_POOL_BLOCKS:
+            raise ValueError(f"{name}={values[name]} is more than a replay has memory for; at most {MAX_POOL_BLOCKS}")
+    for name, kind in (("max_model_len", int), ("max_num_batched_tokens", int), ("reserve_full_prompt", bool)):
+        if not isinstance(values[name], kind):
+            raise ValueError(f"{name}={values[name]!r:.60} is not of type {kind.__name__}")
 
 
 class Replay:
@@ -78,7 +90,7 @@ class Replay:
 
     def __init__(self, trace: Trace, scheduler: str = "", blocks: str = "") -> None:
         """ValueError when the trace lacks its config or its beginning, or names a class that is not known here."""
-        self.config = replay_config(trace.header, scheduler, blocks)
+        self.config = replay_config(trace.header, scheduler, blocks, trace.line(-1))
         if trace.records and trace.records[0].step != 1:
             raise ValueError(
                 f"the trace begins with step {trace.records[0].step}: what came before is not in it (a crash dump goes "
@@ -89,15 +101,16 @@ class Replay:
         self.difference: Difference | None = None
         config = self.config
         assert config.num_blocks is not None, "replay_config insists"
-        self.blocks: KVCacheManager = config.blocks(
-            config.num_blocks,
-            config.block_size,
-            watermark_blocks=config.watermark_blocks,
-            free_order=config.free_order,
-            num_swap_blocks=config.num_swap_blocks,
-        )
-        self.blocks.record_events = True  # type: ignore[attr-defined]  # for the evictions
-        self.scheduler: BaseScheduler = config.scheduler(config, self.blocks)
+        with refusing(f"{config.blocks.__name__} and {config.scheduler.__name__} cannot be made"):
+            self.blocks: KVCacheManager = config.blocks(
+                config.num_blocks,
+                config.block_size,
+                watermark_blocks=config.watermark_blocks,
+                free_order=config.free_order,
+                num_swap_blocks=config.num_swap_blocks,
+            )
+            self.blocks.record_events = True  # type: ignore[attr-defined]  # for the evictions
+            self.scheduler: BaseScheduler = config.scheduler(config, self.blocks)
         self._plans: dict[int, StepPlan] = {}
         self._arrivals: deque[EngineRequest] = deque()
 
@@ -112,10 +125,12 @@ class Replay:
         for moment in moments(self.trace.records):
             try:
                 changes = self._decide(moment) if moment.is_decision else self._take(moment.record)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit too: a scheduler of a user's must not end the command
                 if _has_no_plan(moment.record):
                     return  # it failed in the same place when it was recorded
-                changes = [Change("error", "", ABSENT, _show(f"{type(error).__name__}: {error}"))]
+                changes = [Change("error", "", ABSENT, _show(told(error)))]
             if changes:
                 when = "decided" if moment.is_decision else "taken"
                 self.difference = Difference(moment.record.step, when, tuple(changes))
@@ -193,7 +208,7 @@ def _differences(name: str, old: Any, new: Any) -> list[Change]:
     if not isinstance(old, dict):
         return [Change(name, "", _show(old), _show(new))]
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [Change(name, key, _show(old.get(key, ABSENT)), _show(new.get(key, ABSENT))) for key in keys]
+    return [Change(name, _show(key), _show(old.get(key, ABSENT)), _show(new.get(key, ABSENT))) for key in keys]
 
 
 def _show(value: object) -> str:

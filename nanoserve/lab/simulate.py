@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nanoserve import __version__
 from nanoserve.api.cli_engine import as_argument, size_argument
 from nanoserve.config import SEAMS
 from nanoserve.lab.costs import CostModel, Roofline, Table, parse_costs
+from nanoserve.lab.files import check_inputs, check_outputs, file_argument, naming, refuse_device, write_file
 from nanoserve.lab.gpus import DEFAULT_MEMORY_USE, DTYPE_BYTES, GPUS, MODELS, Memory, get_gpu, get_model
 from nanoserve.lab.metrics import ALL
 from nanoserve.lab.policies import Policy, parse_policies
@@ -39,6 +41,7 @@ from nanoserve.lab.study import Setup
 from nanoserve.lab.workload import Workload
 from nanoserve.lab.workload_files import read_workload
 from nanoserve.record import JsonlRecorder
+from nanoserve.runner import MAX_POOL_BLOCKS
 
 DEFAULT_GPU, DEFAULT_TP, DEFAULT_MODEL, DEFAULT_DTYPE = "h100", 8, "llama-3-70b", "bf16"
 DEFAULT_BLOCKS = 20_000  # where the costs name no hardware
@@ -85,9 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--front-end-us", type=float, metavar="US", help="for each token that goes out")
     _add_engine_arguments(parser.add_argument_group("engine"))
     output = parser.add_argument_group("output")
-    output.add_argument("--record", type=Path, metavar="FILE", help="every step as a JSON line; a file a policy")
+    output.add_argument(
+        "--record",
+        type=file_argument,
+        metavar="FILE",
+        help="every step as a JSON line; of several policies each gets a file: of run.jsonl run-unified-512.jsonl, ...",
+    )
     output.add_argument("--json", action="store_true", help="print the report as JSON")
-    output.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there as well")
+    output.add_argument("--out", type=file_argument, metavar="FILE", help="write the JSON there as well")
 
 
 def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
@@ -104,16 +112,21 @@ def _add_engine_arguments(engine: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print, write. ValueError for bad input."""
-    for path in (args.out, args.record):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"{path} is in a folder that does not exist; make it first.")
+    check_inputs(_inputs(args))
+    check_outputs([("--out", args.out), ("--record", args.record)], _inputs(args))
+    refuse_device("--record", args.record)
     costs = _costs(args)
     host = _host(args, costs)
     with working(f"simulating {args.workload}"):
-        report = _study(args, costs, host) if args.workload in STUDIES else _runs(args, costs, host)
+        try:
+            report = _study(args, costs, host) if args.workload in STUDIES else _runs(args, costs, host)
+        except OverflowError:
+            raise ValueError(
+                f"with the costs {costs} a step takes longer than a clock can tell; correct them."
+            ) from None
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
     if args.out is not None:
-        args.out.write_bytes(encoded)
+        write_file(args.out, encoded)
     if args.json:
         show_json(encoded)
     else:
@@ -122,6 +135,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 # What was asked for
+
+
+def _inputs(args: argparse.Namespace) -> list[Path]:
+    """The files that are read; one that is not there is told of by who reads it."""
+    kind, _, table = (args.costs or "").partition(":")
+    load = "" if args.workload in (*SCENARIOS, *STUDIES) else args.workload
+    names = [load, table if kind == "table" else ""]
+    return [Path(name) for name in names if name and Path(name).exists()]
 
 
 def _costs(args: argparse.Namespace) -> CostModel:
@@ -159,9 +180,24 @@ def _host(args: argparse.Namespace, costs: CostModel) -> Host:
 
 
 def _num_blocks(args: argparse.Namespace, costs: CostModel) -> int:
+    """Refused, or no more than that many by itself: each is an object here, as on an engine's host."""
     if args.num_blocks is not None:
+        if args.num_blocks > MAX_POOL_BLOCKS:
+            raise ValueError(
+                f"--num-gpu-blocks-override {args.num_blocks} is more than the simulator keeps; give at most "
+                f"{MAX_POOL_BLOCKS}, or a larger --block-size."
+            )
         return args.num_blocks
-    return costs.memory.num_blocks if isinstance(costs, Roofline) else DEFAULT_BLOCKS
+    if not isinstance(costs, Roofline):
+        return DEFAULT_BLOCKS
+    fit = costs.memory.num_blocks
+    if fit > MAX_POOL_BLOCKS:
+        warnings.warn(
+            f"{fit:,} blocks fit in the memory, and the pool has {MAX_POOL_BLOCKS:,}, the most that an engine takes by "
+            "itself; a larger --block-size makes fewer of it.",
+            stacklevel=2,
+        )
+    return min(fit, MAX_POOL_BLOCKS)
 
 
 def _workload(args: argparse.Namespace) -> tuple[Workload, Scenario | None]:
@@ -201,9 +237,11 @@ def _runs(args: argparse.Namespace, costs: CostModel, host: Host) -> SimulateRep
     num_blocks = _num_blocks(args, costs)
     policies = _policies(args, scenario, workload.longest, num_blocks)
     ttft_group = scenario.ttft_group if scenario else ALL
+    records = _record_files(args.record, [policy.name for policy in policies])
+    check_outputs([("--out", args.out), *(("--record", path) for path in records)], _inputs(args))
     rows = []
-    for policy in policies:
-        with _recorder(args.record, policy.name, len(policies)) as recorder:
+    for policy, path in zip(policies, records, strict=True):
+        with _recorder(path) as recorder:
             simulated = simulate(policy.config, workload, costs, host, observer=recorder)
         rows.append(PolicyReport.of(policy.name, simulated, ttft_group))
     return SimulateReport(
@@ -268,16 +306,22 @@ def _sessions(name: str, workload: Workload, costs: CostModel) -> SessionMemory 
     return session_memory(costs.memory, len(workload.arrivals), SYSTEM_PROMPT_LEN, SESSION_LEN)
 
 
-@contextmanager
-def _recorder(path: Path | None, policy: str, num_policies: int) -> Iterator[JsonlRecorder | None]:
+def _record_files(path: Path | None, policies: Sequence[str]) -> list[Path | None]:
     """What `--record` asks for; of several policies each gets a file, with its name in the file's."""
+    if path is None or len(policies) == 1:
+        return [path] * len(policies)
+    names = [re.sub(r"[^A-Za-z0-9_]+", "-", policy) for policy in policies]
+    return [path.with_name(f"{path.stem}-{name}{path.suffix}") for name in names]
+
+
+@contextmanager
+def _recorder(path: Path | None) -> Iterator[JsonlRecorder | None]:
     if path is None:
         yield None
         return
-    if num_policies > 1:
-        path = path.with_name(f"{path.stem}-{re.sub(r'[^A-Za-z0-9_]+', '-', policy)}{path.suffix}")
     recorder = JsonlRecorder(path)
-    try:
-        yield recorder
-    finally:
-        recorder.close()
+    with naming(path):
+        try:
+            yield recorder
+        finally:
+            recorder.close()

@@ -148,8 +148,9 @@ class SimulatedRun:
 
     @property
     def output_tokens_per_s(self) -> float:
+        """0 where all were refused as they came: no time went by."""
         start_us = min(story.arrival_us for story in self.stories.values())
-        return self.output_tokens / (self.end_us - start_us) * 1e6
+        return self.output_tokens / (self.end_us - start_us) * 1e6 if self.output_tokens else 0.0
 
     @property
     def num_refused(self) -> int:

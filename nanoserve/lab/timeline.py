@@ -19,7 +19,8 @@ from nanoserve.lab.charts import ACTIVITY_COLOURS, look_of
 from nanoserve.lab.columns import Columns
 from nanoserve.lab.metrics import Activity
 from nanoserve.lab.reasons import in_words
-from nanoserve.lab.trace import SWAPPED, Trace
+from nanoserve.lab.trace import SWAPPED, Trace, last_line
+from nanoserve.runner import MAX_POOL_BLOCKS
 
 ACTIVITIES = (*map(str, Activity), SWAPPED)  # a run's activity is its place in here
 COLOURS = {str(a): colour for a, colour in ACTIVITY_COLOURS.items()} | {SWAPPED: "#a585cf"}
@@ -74,14 +75,14 @@ def encode_run(trace: Trace, prefix: str, columns: Columns, with_blocks: bool = 
         "line": look.line if isinstance(look.line, str) else "--",
         "config": {name: trace.header.config.get(name) for name in SHOWN_CONFIG},
         "device": trace.header.device,
-        "num_blocks": trace.num_blocks,
+        "num_blocks": trace.num_blocks if trace.num_blocks <= MAX_POOL_BLOCKS else 0,  # 0: no map can be drawn
         "block_size": trace.block_size,
         "budget": max(record.budget for record in trace.records),
         "ids": [lane.id for lane in trace.lanes],
         "ends": [lane.finish_reason or "" for lane in trace.lanes],
         "reasons": reasons,
         "damage": trace.damage,
-        "errors": {str(i): r.error.strip().splitlines()[-1] for i, r in enumerate(trace.records) if r.error},
+        "errors": {str(i): last_line(r.error) for i, r in enumerate(trace.records) if r.error},
         "complaint": complaint,
     }
 

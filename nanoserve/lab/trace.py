@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from nanoserve.config import STAGES
 from nanoserve.lab.metrics import Activity, Spread
-from nanoserve.record import StepRecord, TraceError, TraceHeader, describe_config, read_trace
+from nanoserve.lab.trace_check import read_checked
+from nanoserve.record import StepRecord, TraceError, TraceHeader, describe_config
 from nanoserve.request import EngineRequest, Reason
 
 SWAPPED = "swapped"  # beside the activities: got nothing, and its KV is on the host
@@ -154,6 +155,12 @@ class Lanes:
         self._late_aborts = late
 
 
+def last_line(error: str) -> str:
+    """Of the traceback in a record: what went wrong."""
+    lines = error.strip().splitlines()
+    return lines[-1] if lines else "no reason was recorded"
+
+
 class Trace:
     """Header and records, and the views of them."""
 
@@ -166,13 +173,17 @@ class Trace:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Of a damaged file whatever is whole, with the complaint in `damage`. TraceError when that is nothing;
-        OSError."""
+        ValueError for what is no file; OSError."""
         try:
-            return cls(*read_trace(path), name=os.path.basename(path))
+            return cls(*read_checked(path), name=os.path.basename(path))
         except TraceError as error:
             if error.header is None or not error.records:
                 raise
             return cls(error.header, error.records, os.path.basename(path), str(error))
+
+    def line(self, place: int) -> str:
+        """Where the record at that place stands; -1: the header."""
+        return f"{self.name or 'the trace'}, line {place + 2}"
 
     @property
     def block_size(self) -> int:

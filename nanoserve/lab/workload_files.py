@@ -10,19 +10,23 @@ tokens of the prompt; equal ids are equal blocks after equal beginnings. Laws: t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from nanoserve.lab.files import check_inputs
 from nanoserve.lab.prompts import PartIds, TokenRuns
 from nanoserve.lab.workload import Arrival, Workload
 
 MOONCAKE_BLOCK = 512  # tokens
 MOONCAKE_FIRST_ID = 10**9  # far from the ids of other parts
-MAX_LEN = 10**8
+MOONCAKE_MAX_ID = 10**9
+MAX_ID = 2**31 - 1
+MAX_LEN = 10**7  # tokens: the longest contexts that models are published with
+MAX_TOKENS = 10**9  # of all requests: they may all be alive at once
+MAX_SECONDS = 1e10  # a time since 1970 is one, too
 EXAMPLE = '{"at_s": 0.5, "prompt_len": 128, "max_tokens": 64}'
 
 
@@ -51,9 +55,15 @@ class MooncakeLine(msgspec.Struct):
 def read_workload(path: str | Path) -> Workload:
     """A file of either form. Raises OSError, and ValueError that names the line."""
     path = Path(path)
+    check_inputs([path])
     arrivals = list(_arrivals(path))
     if not arrivals:
         raise ValueError(f"{path} holds no request; write one JSON object a line, such as {EXAMPLE}.")
+    num_tokens = sum(len(a.prompt_token_ids) + a.max_tokens for a in arrivals)
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(
+            f"{path} asks for {num_tokens:,} tokens in all, and {MAX_TOKENS:,} are the most; cut it short."
+        )
     groups = list(dict.fromkeys(a.group for a in arrivals))
     return Workload(
         name=path.stem,
@@ -77,6 +87,8 @@ def _arrivals(path: Path) -> Iterator[Arrival]:
                 yield _from_mooncake(msgspec.convert(fields, MooncakeLine), number, ids)
             else:
                 yield _from_line(msgspec.convert(fields, Line), number, ids)
+        except RecursionError:
+            raise ValueError(f"{path}, line {line_number}: it is nested too deeply for a request.") from None
         except (msgspec.MsgspecError, ValueError) as error:
             raise ValueError(f"{path}, line {line_number}: {error}") from None
         number += 1
@@ -93,16 +105,18 @@ def _from_line(line: Line, number: int, ids: PartIds) -> Arrival:
         prompt = TokenRuns([(ids.own(), _length("prompt_len", value))])
     elif name == "parts":
         prompt = TokenRuns((_part_id(part, ids), _length("a part", count)) for part, count in value)
-    elif any(token_id < 0 for token_id in value):
-        raise ValueError(f"`prompt` must hold token ids >= 0, got {min(value)}.")
+    else:
+        for token_id in value:
+            _id("`prompt` must hold token ids", token_id, MAX_ID)
     if not len(prompt):
         raise ValueError(f"`{name}` is empty; give at least one token.")
+    _length(f"the length of `{name}`", len(prompt))
     return Arrival(
         id=line.id or f"request-{number}",
         group=line.group or "all requests",
         prompt_token_ids=prompt,
         max_tokens=_length("max_tokens", line.max_tokens),
-        at_s=_seconds("at_s", line.at_s),
+        at_s=_time("at_s", line.at_s, MAX_SECONDS),
         follows=line.follows,
     )
 
@@ -119,20 +133,27 @@ def _from_mooncake(line: MooncakeLine, number: int, ids: PartIds) -> Arrival:
     for index in range(num_blocks):
         named = index < len(line.hash_ids)
         count = min(MOONCAKE_BLOCK, length - index * MOONCAKE_BLOCK)
-        runs.append((MOONCAKE_FIRST_ID + line.hash_ids[index] if named else ids.named(f"rest of {number}"), count))
+        block_id = _id("hash_ids must be", line.hash_ids[index], MOONCAKE_MAX_ID) if named else 0
+        runs.append((MOONCAKE_FIRST_ID + block_id if named else ids.named(f"rest of {number}"), count))
     return Arrival(
         id=f"request-{number}",
         group="all requests",
         prompt_token_ids=TokenRuns(runs),
         max_tokens=_length("output_length", line.output_length),
-        at_s=_seconds("timestamp", line.timestamp) / 1000,
+        at_s=_time("timestamp", line.timestamp, MAX_SECONDS * 1000) / 1000,
     )
 
 
 def _part_id(part: str | int, ids: PartIds) -> int:
     if isinstance(part, int):
-        return part
+        return _id("a part must be a name or a token id", part, MAX_ID)
     return ids.named(part) if part else ids.own()
+
+
+def _id(what: str, value: int, most: int) -> int:
+    if not 0 <= value <= most:
+        raise ValueError(f"{what} >= 0 and <= {most}, got {value}.")
+    return value
 
 
 def _length(name: str, value: int) -> int:
@@ -141,9 +162,9 @@ def _length(name: str, value: int) -> int:
     return value
 
 
-def _seconds(name: str, value: float) -> float:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0, got {value:g}.")
+def _time(name: str, value: float, most: float) -> float:
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} must be a finite number >= 0 and <= {most:g}, got {value:g}.")
     return value
 
 
