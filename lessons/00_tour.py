@@ -131,7 +131,7 @@ assert tokenizer.decode(story.token_ids) == output.outputs[0].text
 # %% [markdown] slide
 # ## Several at once
 #
-# An engine that serves one request wastes its machine. Here are four, with answers of different lengths. A lane is a request, a cell a step. Prompts that were there from the start are computed in one step; those who finish make no hole, since each step is decided anew (*continuous batching*). v0 has that already.
+# An engine that serves one request wastes its machine. Here are four, with answers of different lengths. A lane is a request, a cell a step. Prompts that were there from the start are computed in one step; who finishes leaves the batch, and the others' next step goes on without him: each step is decided anew (*continuous batching*), and if somebody were waiting, he would be in it. v0 has that already. White between two cells is time in which no step runs.
 
 # %% slide
 together = ListRecorder()
@@ -149,7 +149,7 @@ assert all(output.outputs[0].text.startswith(answer.outputs[0].text) for answer 
 # %% [markdown] slide
 # ## Watch one run
 #
-# Sixteen requests, one every fifth of a second. In JupyterLab the picture follows the run, and a button stops it; elsewhere you see its end. From the top: blocks in use, tokens in each step, gaps between two tokens.
+# Sixteen requests, one every fifth of a second. In JupyterLab the picture follows the run, and a button stops it; elsewhere you see its end. All prompts begin with the same 256 tokens, and stage `shared` keeps those in the same 16 blocks for all (lesson 06). From the top: blocks in use, tokens in each step, gaps between two tokens.
 
 # %% slide
 from nanoserve.lab.scale import scale
@@ -249,4 +249,4 @@ assert handed_out == [1, 4, 8]
 # - `vllm/v1/core/sched/output.py`: `SchedulerOutput`, the plan; `num_scheduled_tokens` is its heart.
 # - `vllm/v1/worker/gpu_model_runner.py`: hops 6 to 8, and much more.
 #
-# On the command line, `nanoserve generate --record run.jsonl` and `nanoserve trace run.jsonl` show a run of your own as an interactive timeline. Next: **02, the long prompt**.
+# On the command line, `nanoserve generate --record run.jsonl` and `nanoserve trace run.jsonl` show a run of your own as an interactive timeline. Next: **01, paged KV and continuous batching**.

@@ -66,11 +66,12 @@ assert cut.run.itl_us("stream").max > v0.run.itl_us("stream").max
 show_source(UnifiedScheduler, "schedule")
 
 # %% [markdown] slide
-# Three things to see:
+# What to see:
 #
 # - The first loop goes over the **running** requests, in order of admission. Streams were there before the long prompt, so each gets its one token first.
-# - `n = min(n, draft.budget)`: whoever comes last gets what is left of the budget. That is all there is to chunking; no line of it says "chunk".
-# - The second loop admits **waiting** requests with what is left after that.
+# - `n = min(n, draft.budget)`: whoever comes last gets what is left of the budget. That is all there is to chunking. (`long_prefill_token_threshold`, off by default, is a second limit: no prompt gets more than that in a step while others are there.) With `n == 0`, when all its tokens are in flight (lesson 08), a request is passed over.
+# - `_grow` gets the blocks for `n` tokens; if none are free, it preempts from the end of `running`, at last the request itself.
+# - The second loop admits **waiting** requests with what is left, unless somebody was just preempted. `_admit` preempts nobody: if the blocks of the whole prompt are not free (and a few more, the *watermark*, where one is set), the loop ends.
 #
 # The whole trick, as a toy:
 
@@ -93,7 +94,7 @@ assert sum(plan.values()) <= 512
 show_diff(STAGES["v0"].scheduler, UnifiedScheduler, "schedule")
 
 # %% [markdown] slide
-# On the left two verbs in an `if`; on the right two loops with the same body. Nothing below the scheduler knows which is which: a plan is `{request: tokens}`, and the attention kernel takes any mix of lengths in one call. That kernel is what makes the mix possible at all (lesson 07).
+# On the left an `if`: a step of prompts, or a step of decodes. On the right both loops run in every step, and each takes from one budget; they differ in who gives way when blocks run out. Nothing below the scheduler knows which is which: a plan is `{request: tokens}`, and the attention kernel takes any mix of lengths in one call. That kernel is what makes the mix possible at all (lesson 07).
 #
 # ## Flip one field
 
@@ -126,7 +127,7 @@ for record in mixed.records:
 # %% [markdown] slide
 # ## The knob
 #
-# The chunk size is not a field of its own: it is `max_num_batched_tokens`, less the decodes. Turn it from 128 to 8,192:
+# The chunk size is not a field of its own: it is `max_num_batched_tokens`, less the decodes. (So the budget must be at least `max_num_seqs`, or some running request would get no token; the engine refuses less.) Turn it from 128 to 8,192:
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -142,7 +143,7 @@ for budget in (128, 256, 512, 1024, 2048, 4096, 8192):
 show_figure(chunk_tradeoff(points, v0.setting))
 
 # %% [markdown] slide
-# - **To the left** the longest gap shrinks, and the long prompt waits: every piece pays the fixed cost of a step again. At 128 a prompt needs longer than the 800 ms until the next one arrives, so they queue up: TTFT is over 2 s.
+# - **To the left** the longest gap shrinks, and the long prompt waits: every piece pays the fixed cost of a step again. At 128 and 256 a prompt needs longer than the 800 ms until the next one arrives, so they queue up: TTFT is 2.4 and 1.3 s.
 # - **To the right** the freeze comes back, though never as long as in v0 unless the budget holds the whole prompt.
 # - **In the middle** look at P50. At 512 *most* gaps are 23 ms, since a prompt is being read most of the time; at 2,048 most gaps are 8 ms and a few are 69. Which is better? That depends on what you promised: a steady stream or a fast one.
 
@@ -153,13 +154,15 @@ chunk_slider(load)
 # %%
 assert all(p.itl_max_ms < v0.run.itl_us("stream").max / 1000 for p in points.values())
 assert all(a.itl_max_ms < b.itl_max_ms and a.ttft_ms > b.ttft_ms for a, b in pairwise(points.values()))
-assert points[128].ttft_ms > 2000
+assert points[128].ttft_ms > 2000 and points[256].ttft_ms > 1200 > 800 > points[512].ttft_ms
 assert points[512].itl_p50_ms > 2 * points[2048].itl_p50_ms
 
 # %% [markdown] slide
 # ## What it costs, on a large GPU
 #
-# A fixed 8 ms is a slow host, or a small model on a CPU. On 8 × H100 with a 70B model in fp8 a step has a floor too, but of another kind: reading the weights takes 3.3 ms whatever the step does, and up to about 220 tokens ride along for nothing. There, decodes and a chunk share one reading of the weights:
+# A fixed 8 ms is a slow host, or a small model on a CPU. A large GPU has a floor of another kind. Its memory must deliver all weights once in a step, however few tokens there are; its arithmetic takes time for each token. A **roofline** takes the longer of the two, and the **knee** is the number of tokens at which they are equal. Below it a step costs the same with one token or with all of them.
+#
+# Take a 70B model in fp8 on 8 × H100, every layer cut into eight, one part a GPU (`tp=8`, tensor parallelism). Reading the weights takes 3.3 ms, and up to about 220 tokens ride along for nothing:
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -185,7 +188,7 @@ assert abs(big["chunked"].ttft_us("long").p50 / big["v0"].ttft_us("long").p50 - 
 # %% [markdown]
 # ## The same on this machine
 #
-# A real model, a real clock, one long prompt among a few streams. Times vary; that the *tokens* are the same does not. Whatever shares a step, greedy answers stay equal, to the last token.
+# A real model, a real clock, one long prompt among a few streams. Times vary; that the *tokens* are the same does not. Whatever shares a step, greedy answers stay equal, to the last token: in float32, as on a CPU here. In 16 bits (`is_exact` is False) a sum in another order can decide between two tokens that are as good as equal.
 
 # %% slide
 from nanoserve.lab.climb import run_once

@@ -7,9 +7,9 @@
 # %% [markdown] slide
 # # How does one kernel serve prompts, chunks and answers at once?
 #
-# Lesson 03 mixed whole prompts, pieces of prompts and single tokens in one step. That pays only if the GPU takes the mix in one go. This lesson reads the two kernels that do it, whole: `store_kv` writes to the paged cache, `paged_attention` reads from it. They are written in Triton, a language for GPU kernels inside Python.
+# Lesson 03 mixed whole prompts, pieces of prompts and single tokens in one step. That pays only if the GPU takes the mix in one go. This lesson reads the two kernels that do it: `store_kv` writes to the paged cache, `paged_attention` reads from it. They are written in Triton, a language for GPU kernels inside Python.
 #
-# About 40 minutes. Seam: `attention`. No GPU needed: without one, kernels run in Triton's interpreter, far slower and with the same results.
+# About 40 minutes. Seam: `attention`. No GPU needed: without one, kernels run in Triton's interpreter, far slower.
 
 # %% [markdown] slide
 # ## Predict
@@ -43,7 +43,7 @@ from nanoserve.triton_attention import TritonAttention
 # %% [markdown] slide
 # ## A batch of everything
 #
-# Each row is (new tokens, all tokens up to here): a whole prompt, six tokens of a long one, two answers, and a row that only pads the batch. The new tokens lie end to end; `starts` says where each row begins. A row of `tables` says which blocks of the cache hold its keys.
+# Each row is (new tokens, all tokens up to here): a whole prompt, six tokens of a long one, two answers, and a row that only pads the batch. The new tokens lie end to end; `starts` (in the kernel `query_start_loc`) says where each row begins. A row of `tables` says which blocks of the cache hold its keys.
 
 # %%
 rows = {"prompt": (9, 9), "chunk": (6, 40), "answer a": (1, 33), "answer b": (1, 20), "padding": (1, 0)}
@@ -70,7 +70,7 @@ new = [slot for row, (n, m) in enumerate(rows.values()) if m for slot in slots_o
 print(new)
 
 # %% [markdown]
-# A GPU runs many **programs** of a kernel side by side; `tl.program_id(0)` says which one this is. Here a program copies one token's key and value. A pointer is an address; adding a tensor of offsets makes a tensor of addresses.
+# A GPU runs many **programs** of a kernel side by side; `tl.program_id(0)` says which one this is. Here a program copies one token's key and value. A pointer is an address; adding a tensor of offsets makes a tensor of addresses. Letters name axes: T tokens, R rows, H query heads, K key heads, D numbers of a head; N blocks of the cache, P places in one, B blocks of a row's table.
 
 # %% slide
 show_source(kernels._store_kv.fn)
@@ -96,7 +96,7 @@ places[torch.tensor([3, 4, -1])] = 1.0
 assert places.nonzero().flatten().tolist() == [3, 4, 31]
 
 # %% [markdown] slide
-# Without that `if`, padding would land in the last place of the cache, which may be somebody's (lesson 08 reads what becomes of his story).
+# Without that `if`, padding would land in the last place of the cache, which may be somebody's (lesson 08).
 #
 # ## Attend, the old way
 #
@@ -128,12 +128,23 @@ assert out.isfinite().all() and out[17].eq(0).all()
 #
 # 1. **Which row is mine?** A program has a *tile* of at most `TILE_QUERIES` queries, all of one row. It finds the row by binary search in `query_start_loc`.
 # 2. **Load** these queries, for all query heads that share a key head.
-# 3. **Loop over keys**, some tens at a time, each found through the block table; keep a running maximum, sum and weighted sum.
+# 3. **Loop over keys**, some tens at a time, each found through the block table; keep a **running maximum**, and to it the sum of the weights and the weighted sum.
 # 4. **Divide and store.**
 #
 # `past = seq_len - (end - start)` is all that tells a prompt from a chunk from an answer: how many keys stand before the first query.
+#
+# Why may a softmax be computed in parts? A weight is a power of the score's difference to the greatest one. When a part brings a greater one, the sums before are scaled down by one factor. A toy, then the kernel (whose powers are of two, `exp2`, which GPUs have as an instruction: so `scale` carries log2(e)):
 
 # %%
+scores, values = torch.randn(2, 6, generator=random)
+parts = []
+for i, j in ((0, 4), (4, 6)):
+    weights = (scores[i:j] - scores[i:j].max()).exp()
+    parts.append((scores[i:j].max(), weights.sum(), weights @ values[i:j]))
+top = max(greatest for greatest, _, _ in parts)
+total = sum(summed * (greatest - top).exp() for greatest, summed, _ in parts)
+joined = sum(weighted * (greatest - top).exp() for greatest, _, weighted in parts) / total
+assert torch.allclose(joined, scores.softmax(0) @ values)
 show_source(attention_kernels._paged_attention.fn)
 
 # %% [markdown] slide
@@ -166,7 +177,7 @@ print("position 20 of the chunk is NaN; changed:", changed(stored, seq_lens))
 print("three keys forgotten; changed:", changed(cache.blocks, seq_lens - torch.tensor([0, 0, 3, 0, 0], device=device)))
 
 # %% [markdown]
-# No crash, no NaN, other rows are fine. With a model, the same bug, planted: every answer sees its prompt only.
+# No crash, no NaN. With a model, the same bug, planted: every answer sees its prompt only.
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -191,32 +202,24 @@ print("wrong:", wrong := tell(replace(v1, batch=KeysOfThePromptOnly)))
 assert right != wrong and right.split()[0] == wrong.split()[0]
 
 # %% [markdown] slide
-# The first word is right: it comes from the prompt's own step. An answer that knows nothing of itself repeats itself.
+# The first word is right: it comes from the prompt's own step.
 #
 # ## Split the keys
 #
-# To the third prediction. An 8B model has 8 key heads, and one answer is one tile: the grid has 8 programs for 132 cores, and each walks through 32,000 keys alone. The launch function sees that from the shapes, and cuts the keys of each tile among several programs:
+# To the third prediction. An 8B model has 8 key heads, and one answer is one tile: the grid has 8 programs for 132 cores, and each walks through 32,000 keys alone. The launch function sees that from the shapes, and cuts the keys of each tile among several programs. It counts all programs of the grid: of the 160 for 16 answers, 32 find no queries:
 
 # %% slide
 h100, model = kernels.Chip("cuda", num_cores=132, shared_bytes=227 * 1024), get_model("llama-3-8b")
 points = {n: decode_grid(h100, model, n, num_keys=32_000) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-assert points[1] == (8, 256) and points[16][0] > 132
+assert points[1] == (8, 256) and points[16][0] - 16 * 8 == 32
+assert 16 * 8 < 132 < 17 * 8  # answers x key heads: the programs that work
 assert all(split >= 132 for _, split in points.values())
 show_figure(grid_sizes(points, 132, Setting("32,000 keys each", "8B model on an H100", "simulated", 0)))
 
 # %% [markdown]
-# Can a softmax be cut? Yes, if each part keeps its greatest score and its sum of weights. A toy with six keys; the kernel does the same between two tiles of keys, and a second kernel, `_join_splits`, between programs:
+# As in the toy, each program keeps its part's greatest score and sums; a second kernel, `_join_splits`, joins them:
 
 # %% slide
-scores, values = torch.randn(2, 6, generator=random)
-parts = []
-for i, j in ((0, 4), (4, 6)):
-    weights = (scores[i:j] - scores[i:j].max()).exp()
-    parts.append((scores[i:j].max(), weights.sum(), weights @ values[i:j]))
-top = max(greatest for greatest, _, _ in parts)
-total = sum(summed * (greatest - top).exp() for greatest, summed, _ in parts)
-joined = sum(weighted * (greatest - top).exp() for greatest, _, weighted in parts) / total
-assert torch.allclose(joined, scores.softmax(0) @ values)
 assert torch.allclose(paged_attention(*args, num_splits=4), out, atol=1e-5)
 ways = {name: programs([(1, 160)], **tiling, num_splits=n) for name, n in (("whole", 1), ("4 splits", 4))}
 assert [sum(p.num_keys for p in grid) for grid in ways.values()] == [160, 160]
@@ -226,7 +229,7 @@ show_figure(read_map(ways, ["answer"], 16, Setting("one answer behind 160 keys",
 # %% [markdown] slide
 # ## Flip one field
 #
-# The whole model with this backend. The interpreter takes seconds where the CPU's own kernel takes milliseconds; the tokens are the same.
+# The whole model with this backend: in the interpreter far slower, with the same tokens.
 
 # %%
 with_triton = replace(v1, attention=TritonAttention, device="auto", dtype="float32", compile="none")
@@ -235,7 +238,7 @@ assert tell(with_triton, max_tokens=4) == tell(v1, max_tokens=4)
 # %% [markdown] slide
 # ## Compiled without a GPU
 #
-# The interpreter shows that a kernel is right, not that it fits. So all are also compiled ahead of time, for GPUs that are not here (`scripts/aot_kernels.py`). Head size 128, bf16, as in the repository's results:
+# The interpreter shows that a kernel is right, not that it fits. So all are also compiled ahead of time for GPUs (`scripts/aot_kernels.py`). Head size 128, bf16, as in the repository's results:
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -252,7 +255,7 @@ assert not any(r["spilled"] for r in compiled if r["head_dim"] in (64, 128))
 assert all(r["tensor_core_instructions"] for r in compiled if r["kernel"] == "paged_attention")
 
 # %% [markdown] slide
-# On gfx942 (MI300) shared memory is small, so fewer loads are in flight. Registers that do not suffice *spill* to slow memory; with common head sizes none do.
+# Registers that do not suffice *spill* to slow memory; with common head sizes none do.
 #
 # ## Bytes or arithmetic?
 #
@@ -267,13 +270,13 @@ print("32,000 tokens of KV:", format_bytes(32_000 * get_model("llama-3-70b").kv_
 assert round(balance) == 295 and 8 < balance < 512 * 8
 
 # %% [markdown] slide
-# An answer waits for memory whatever the kernel does: without packing for eight times those 10.5 GB. A chunk waits for arithmetic. In one launch they share the cores, and one fills what the other leaves idle.
+# An answer waits for memory whatever the kernel does: without packing for eight times those 10.5 GB. A chunk waits for arithmetic. In one launch one fills what the other leaves idle.
 #
 # ## What it costs
 #
 # - A split needs a second launch, and float32 memory for the parts.
 # - Tile and splits depend on the batch, and with them the order of sums: a row's *last bits* can change with who is beside it. `TritonAttention(tile=..., num_splits=...)` fixes both.
-# - Each kind of launch is compiled when it first comes. An engine does that before it serves.
+# - Each kind of launch is compiled when it first comes.
 #
 # ## Honest history
 #
@@ -297,7 +300,7 @@ assert round(balance) == 295 and 8 < balance < 512 * 8
 # <details><summary>Answer</summary>A block id times the numbers in a block passes 2^31 in a cache of a few GB.</details>
 #
 # 5. When is splitting useless?
-# <details><summary>Answer</summary>When there are programs enough (16 answers here), or few keys.</details>
+# <details><summary>Answer</summary>When enough programs work (17 answers on 8 key heads are 136, for 132 cores), or there are few keys.</details>
 #
 # 6. Why must all keys of a step be stored before anyone attends?
 # <details><summary>Answer</summary>A chunk's queries see keys of the same step; with shared blocks (lesson 06) so do other rows.</details>

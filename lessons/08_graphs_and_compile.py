@@ -1,15 +1,15 @@
 # title: Graphs and compilation
 # question: Why does a fast GPU wait for Python?
 # minutes: 40
-# seams: runner, batch, compile
+# seams: runner, batch, compile, async_scheduling
 # needs: lesson 03; lesson 07 helps
 
 # %% [markdown] slide
 # # Why does a fast GPU wait for Python?
 #
-# A GPU does nothing by itself: the host, in Python, launches one operation after the other. For a step with thousands of tokens that is nothing. For a step in which everybody gets one token, it can be most of the time. This lesson counts the launches, records them once as a **graph**, meets the price, fixed shapes, and pays it with padding. Then it makes the operations fewer, and the rest of the host's work less.
+# A GPU does nothing by itself: the host, in Python, launches one operation after the other. For a step of thousands of tokens that is nothing; for one in which everybody gets one token, it can be most of the time. This lesson counts the launches, records them once as a **graph**, and pays the price, fixed shapes, with padding. Then it makes the operations fewer, the host's other work less, and hides the rest behind the device.
 #
-# About 40 minutes. Seams: `runner`, `batch`, `compile`. No GPU needed: a CPU has nothing to record, so a **stand-in** makes the same calls on the same fixed memory. It is *no faster*; sizes, padding and mistakes are those of a GPU.
+# About 40 minutes. Seams: `runner`, `batch`, `compile`, `async_scheduling`. No GPU needed: a CPU has nothing to record, so a **stand-in** makes the same calls on the same fixed memory, *no faster*; sizes, padding and mistakes are those of a GPU.
 
 # %% [markdown] slide
 # ## Predict
@@ -27,6 +27,7 @@ import torch
 from nanoserve import LLM, SamplingParams
 from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES
+from nanoserve.core import EngineCore
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import Dispatcher, GraphMode, default_sizes
 from nanoserve.lab.charts import Setting
@@ -34,6 +35,7 @@ from nanoserve.lab.kernel_charts import input_costs, lanes, launch_lanes, operat
 from nanoserve.lab.show import show_diff, show_figure, show_source
 from nanoserve.ops import TorchOps
 from nanoserve.platforms import CpuPlatform, CudaGraphPool
+from nanoserve.record import ListRecorder
 from nanoserve.request import EngineRequest, NewRequest, StepPlan
 from nanoserve.runner import EagerRunner
 from nanoserve.weights import load_model
@@ -41,7 +43,7 @@ from nanoserve.weights import load_model
 # %% [markdown] slide
 # ## Run the old stage: eager
 #
-# Count what torch is asked to compute in one step in which everybody decodes (views compute nothing, and are left out):
+# Count what torch is asked to compute in a step of decodes (views compute nothing, and are left out):
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -61,9 +63,9 @@ print("requests -> operations of a decode step:", counts)
 assert counts[1] == counts[8] == counts[64]
 
 # %% [markdown]
-# The same number, however many requests: about 30 in each of five layers, and a few more. Attention is not among them, and adds two kernels a layer.
+# The same number, however many requests: about 30 in each of five layers. Attention is not among them, and adds two kernels a layer.
 #
-# What that means on a GPU, for a model of 28 layers (Qwen3-0.6B) on an H100. Two numbers are assumed, both typical: 5 µs to launch an operation from Python, 2 µs for a kernel, however small. The four matrix products of a layer must read the weights, which takes what it takes.
+# Now 28 layers (Qwen3-0.6B) on an H100, with two typical numbers: 5 µs to launch an operation from Python, 2 µs for a kernel, however small. The four matrix products of a layer must also read the weights.
 
 # %% slide
 from nanoserve.lab.costs import Roofline, StepLoad
@@ -77,15 +79,18 @@ ways = {"eager": lanes([5.0] * len(plain), [[kernel] for kernel in plain]), "one
 print(f"{len(plain)} launches; reading all weights takes {weights_us} µs")
 assert ways["eager"].busy < 0.5 and ways["one graph"].busy > 0.99
 assert ways["eager"].end_us > 2 * ways["one graph"].end_us
+larger = Roofline(Memory(model=get_model("llama-3-8b"), gpu=get_gpu("h100")))
+assert larger.step_us(StepLoad(num_tokens=512, num_requests=1)) > 5 * 32 * 32  # to launch 32 in each of 32 layers
+assert h100.step_us(StepLoad(num_tokens=2048, num_requests=1)) < 5 * len(plain)
 setting = Setting("one token of Qwen3-0.6B", "H100, 5 µs a launch, 2 µs a kernel", "simulated", 0)
 show_figure(launch_lanes(ways, 60, setting))
 
 # %% [markdown] slide
-# Above, the device waits after each kernel. Below, the host says once: *this graph*, and the device goes through it alone.
+# Above, the device waits after each kernel. Below, the host says once: *this graph*.
 #
 # ## Record once, replay
 #
-# A graph is a list of kernels **with the addresses of their arguments**. A replay reads and writes the same memory each time, so the step's inputs are copied there first. A toy, and below it the real thing on CUDA; the CPU's stand-in gives back the call that it was given.
+# A graph is a list of kernels **with the addresses of their arguments**. So a step's inputs are copied to the same memory each time. A toy, and below it the real thing on CUDA:
 
 # %%
 tokens, result = torch.zeros(4), torch.zeros(4)
@@ -121,11 +126,11 @@ assert max(size - n for n, size in enumerate(padded, 1)) == 15
 show_figure(padding_chart(dispatcher, 520, Setting("every step once", "51 sizes", "simulated", 0)))
 
 # %% [markdown] slide
-# A step of more than 512 tokens replays nothing: it has work enough for the device to stay behind its host.
+# A step of more than 512 tokens replays nothing. An 8B model then computes for longer than launching takes (our 0.6B only from some 2,200 tokens on).
 #
 # ## Full and piecewise
 #
-# What can be recorded? Everything that looks at *shapes* only. In a decode step each row has one token, so the shape says it all: the whole pass is recorded (**full**). In any other step attention's work depends on how the tokens are spread over the rows. So all but attention is recorded, in pieces, and attention runs between them, as it is (**piecewise**).
+# What can be recorded? Everything that looks at *shapes* only. In a decode step each row has one token, so the shape says it all: the whole pass is recorded (**full**). In a mixed step attention's work depends on how the tokens are spread over rows. So all but attention is recorded, in pieces, and attention runs between them, as it is (**piecewise**). Mode `full` records mixed steps too: that takes a backend whose launch depends on shapes alone and which reads the spread on the device, as lesson 07's kernel does (`graph_support`).
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -138,7 +143,7 @@ assert (str(decode), str(mixed)) == ("full decode 8", "piecewise 104")
 # %% [markdown] slide
 # ## How chunked prefill meets fixed shapes
 #
-# Chunks made any number of tokens possible in a step, which is just what graphs do not like. A real run: four streams, one long prompt. Every step's record says what it replayed, and the dispatcher predicts it:
+# Chunks made any number of tokens possible in a step. A real run: four streams, one long prompt. Every step's record says what it replayed, and the dispatcher predicts it:
 
 # %% slide
 from nanoserve.lab.climb import run_once
@@ -156,11 +161,11 @@ for record in records:
 show_figure(replays(records, here.setting(load)))
 
 # %% [markdown] slide
-# Full chunks fill the budget, are larger than any graph, and do not need one. The *rest* of a prompt and short prompts are piecewise. Between prompts, where launches hurt most, all is full.
+# Full chunks are larger than any graph. The *rest* of a prompt is piecewise. Between prompts, where launches hurt most, all is full.
 #
 # ## Padding must do nothing
 #
-# Prediction 4: nobody's, if three things are so. A padding token has slot -1, so its key is not stored; a padding row has key length 0, so it reads nothing; and both are reset **in every step**, for the memory still holds the step before:
+# Prediction 4: nobody's, if three things are so. A padding token has slot -1, so its key is not stored; a padding row has key length 0, so it reads nothing; both are reset **in every step**:
 
 # %% slide
 from nanoserve.static_inputs import StaticInputs
@@ -168,7 +173,7 @@ from nanoserve.static_inputs import StaticInputs
 show_source(StaticInputs, "fill_tokens")
 
 # %% [markdown]
-# The last line of the loop looks like tidiness. `StoresPadding` leaves it out for the slots: padding keeps those of an earlier, longer step. Three stories at once:
+# The loop's last line looks like tidiness. `StoresPadding` leaves it out for the slots, which stay those of a longer step before:
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -188,37 +193,27 @@ print(f"right:{right[0]}\nwrong:{wrong[0]}")
 assert right[0] != wrong[0] and right[1:] == wrong[1:]
 
 # %% [markdown] slide
-# Nothing crashed, and it *reads well*. The prompts' step had 19 tokens. A decode of three is padded to eight, and its five padding tokens kept slots 3 to 7 of that step: tokens of the first prompt, whose keys were overwritten. Only a comparison shows it. So the law is: a replayed step gives the tokens of an eager one.
+# Nothing crashed, and it *reads well*. A decode of three is padded to eight, and its five padding tokens kept slots 3 to 7 of the prompts' step: keys of the first prompt were overwritten. So the law is: a replayed step gives the tokens of an eager one.
 #
 # ## Flip one field
 
-# All modes give the same text. Then the time of a step on this machine; on a CPU expect no gain:
+# All modes give the same text. Then the quickest decode step here, each way three times in turn, first to warm up. The stand-in makes the same calls, copies and pads: no gain.
 
 # %%
 assert tell(replace(v1, runner=EagerRunner, graph_sizes=None)) == right
 assert all(tell(replace(v1, graph_mode=str(mode))) == right for mode in list(GraphMode)[1:])  # the first is none
-for name, runner in {"eager": EagerRunner, "graphs": GraphRunner}.items():
+for runner in (EagerRunner, GraphRunner) * 3:
     done, _ = run_once(here.fit(replace(STAGES["shared"], runner=runner, **budget)), load)
     decodes = [r.end_s - r.start_s for r in done if set(r.num_scheduled_tokens.values()) == {1}]
-    print(f"{name:<7} {min(decodes) * 1000:.2f} ms for the quickest decode step on {here.device}")
+    print(f"{runner.__name__:<12}{min(decodes) * 1000:.2f} ms on {here.device}")
 
 # %% [markdown] slide
 # ## When to capture, and who pays
 #
-# At the start, before the first request: the largest first, since smaller ones then fit in its memory. And *before the KV pool is sized*: the pool takes what is left of the memory, so whatever comes later finds none. The runner captures once with hardly any cache, measures, and drops all:
+# At the start: the largest first, since smaller ones then fit in its memory. And *before the KV pool is sized*, for the pool takes all that is left. The runner captures once with hardly any cache, measures, and drops all:
 
 # %%
 show_source(GraphRunner, "_reserved_bytes")
-
-# %%
-# NBVAL_CHECK_OUTPUT
-with InProcessClient(v1) as client:
-    execution, runner = client.info.execution, client.core.runner
-    try:
-        runner._capture_all(client.core.config)
-    except AssertionError as error:
-        print("refused:", error)
-assert execution.graph_bytes > 0 and execution.graph_sizes == [8, 32]
 
 # %% [markdown] slide
 # ## Fewer operations: compile
@@ -234,7 +229,7 @@ print(sum(cross.values()), "operations,", cross["linear"], "of them products")
 assert cross["linear"] == 4 and sum(cross.values()) == 30
 
 # %% [markdown]
-# A compiler can make *one* kernel of what stands between two products: four, so eight in all. `ops=TritonOps` has the same four written by hand. `compile="layers"` compiles this function once for all layers and any number of tokens; `"model"` the whole pass, with attention as an operator that it does not look into. A C++ compiler needs too long for a lesson; so here is what the repository measured on two cores of a CPU, and below it the lanes once more:
+# A compiler can make *one* kernel of what stands between two products: eight in all. `ops=TritonOps` has the same four written by hand. `compile="layers"` compiles this function once for all layers and any number of tokens; `"model"` the whole pass, with attention as an operator that it does not look into. Compiling takes too long for a lesson; the repository measured this on a CPU, where nothing is launched and some per cent are noise; below, the lanes once more:
 
 # %% slide
 from nanoserve.lab.results import read_result
@@ -244,15 +239,16 @@ ways["compiled"] = lanes([5.0] * len(fused), [[kernel] for kernel in fused])
 ways["compiled, one graph"] = lanes([10.0], [fused])
 measured = read_result("execution")
 for name in ("eager", "graphs, full", "compiled layers", "compiled model"):
-    step_ms, how = measured["medians"][name]["1"]["step_ms"], measured["execution"][name]
-    print(f"{name:<16}{step_ms:.2f} ms a step of one token, {how.get('compile_s', 0):.0f} s of compiling")
+    step_ms, eager_ms = (measured["medians"][way]["1"]["step_ms"] for way in (name, "eager"))
+    print(f"{name:<16}{step_ms:.2f} ms a step of one token, {step_ms / eager_ms:4.0%} of eager's; "
+          f"{measured['execution'][name].get('compile_s', 0):.0f} s of compiling")  # fmt: skip
 assert ways["compiled"].end_us < ways["one graph"].end_us > 2 * ways["compiled, one graph"].end_us
 show_figure(launch_lanes(ways, 60, setting))
 
 # %% [markdown] slide
 # ## The host's other work
 #
-# Before any launch the host makes the step's inputs: ids, positions, slots, tables. v0 made them anew, request by request, in Python. v1 keeps arrays with a row for each request, and a plan patches them:
+# Before any launch the host makes the step's inputs: ids, positions, slots, tables. v0 made them anew, request by request, in Python. v1 keeps arrays with a row for each request, and a plan patches them (`IN_FLIGHT` comes below):
 
 # %%
 from nanoserve.input_batch import RebuiltBatch
@@ -290,24 +286,53 @@ took = {name: {n: us for n, (_, us) in each.items()} for name, each in made.item
 show_figure(input_costs(took, Setting("greedy decodes", "CPU, one thread", "wall", 0)))
 
 # %% [markdown] slide
-# The same arrays, to the last number. Vectors have a fixed price, so for few requests there is nothing to win; at 256 the old form takes many times as long. The new one's price: every change has to be patched in, and what is forgotten stays (lesson 07's wrong key length was planted there).
+# The same arrays, to the last number. Vectors have a fixed price: for few requests there is nothing to win, at 256 the old form takes more than twice as long. The new one's price: what is forgotten to be patched stays (lesson 07's wrong key length was planted there).
 #
+# ## One step ahead
+#
+# Even so the device waits while the host takes a step's tokens and decides the next. With `async_scheduling` the host plans and launches step n + 1 while the device runs n. It does not know the tokens of n yet: in their place a row holds `IN_FLIGHT`, and the device puts in what it has just sampled. *How many* tokens there are is known, so an end by `max_tokens` is foreseen. A stop token is not: one token too many is on its way. What is computed for a prompt of 17:
+
+
+# %%
+def run_to_end(ahead, stop=()):
+    """How many tokens were computed, and the answer."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=list(stop))
+    story, steps = EngineRequest(id="story", prompt_token_ids=list(range(3, 20)), params=params), ListRecorder()
+    with InProcessClient(replace(v1, async_scheduling=ahead), observer=steps) as client:
+        client.submit(story)
+        while client.poll(1) or client.core.has_work:
+            pass
+    assert client.info.execution.graph_bytes > 0 and client.info.execution.graph_sizes == [8, 32]
+    computed = sum(sum(step.num_scheduled_tokens.values()) for step in steps.records)
+    return computed, [token for step in steps.records for token in step.sampled.get("story", [])]
+
+
+for ahead in (False, True):
+    (computed, answer), (stopped, begin) = run_to_end(ahead), run_to_end(ahead, stop=run_to_end(ahead)[1][4:5])
+    print(f"ahead: {ahead!s:<6}{computed} for an answer of {len(answer)}; {stopped} for {len(begin)} and a stop token")
+    assert (computed, stopped) == (17 + len(answer) - 1, 17 + len(begin) - 1 + ahead)
+
+# %%
+show_source(EngineCore, "_step", "_step_ahead")
+
+# %% [markdown]
 # ## What it costs
 #
-# - **Start-up**: up to 86 graphs are captured, each after a run to warm up; compiling took 16 s for the smallest of models.
+# - **Start-up**: up to 86 graphs are captured, each after a run to warm up; compiling takes many seconds for the smallest of models.
 # - **Memory** that the KV pool does not get, and up to 15 tokens of padding in a step.
+# - **A token for each stop**, one step ahead. On a CPU host and device are the same cores, and nothing is hidden.
 # - **Debugging**: a print inside a graph prints once, when it is captured. `--enforce-eager` is the first thing to try.
 #
 # ## Honest history
 #
-# - **v0 captured graphs**, for decodes only. v1 compiles the model by default and cuts it at attention, so that pieces can be captured for any mix of rows; since 0.10 or so full graphs for decodes are back beside them.
+# - **v0 captured graphs**, for decodes only. v1 compiles the model by default and cuts it at attention; since 0.10 or so full graphs for decodes are back beside the pieces.
 # - **A big model needs graphs less.** A 70B step reads its weights for milliseconds, and launches hide behind that.
-# - **Here a graph is a stand-in**, and no GPU figure stands in this lesson: the lanes are arithmetic with two assumed numbers.
+# - **No GPU was measured here**: the lanes are arithmetic with two assumed numbers.
 #
 # ## Questions
 #
 # 1. Prediction 2: how busy is a GPU with 5 µs a launch and 2 µs a kernel?
-# <details><summary>Answer</summary>40 %: it waits for 3 of every 5 µs. With more work in each kernel, more.</details>
+# <details><summary>Answer</summary>40 %: it waits for 3 of every 5 µs.</details>
 #
 # 2. Why is the largest size captured first?
 # <details><summary>Answer</summary>All graphs share one pool of memory; the smaller ones fit into what the largest took.</details>
@@ -316,13 +341,10 @@ show_figure(input_costs(took, Setting("greedy decodes", "CPU, one thread", "wall
 # <details><summary>Answer</summary>Its work depends on how tokens are spread over rows, which a number of tokens does not say.</details>
 #
 # 4. Why does a step of 2,048 tokens replay nothing?
-# <details><summary>Answer</summary>Its kernels take longer than their launches, so the device is behind its host anyway.</details>
+# <details><summary>Answer</summary>The largest graph has 512. A large model's kernels take longer than their launches by then.</details>
 #
 # 5. Which three things make a padding row harmless?
 # <details><summary>Answer</summary>Slot -1, key length 0, and a reset of both in every step.</details>
-#
-# 6. Why must graphs be counted before the KV pool is sized?
-# <details><summary>Answer</summary>The pool takes all that is left. What comes later does not fit.</details>
 
 # %% [markdown] slide
 # ## Exercise
@@ -333,24 +355,19 @@ show_figure(input_costs(took, Setting("greedy decodes", "CPU, one thread", "wall
 my_sizes = {3: None, 5: None, 9: None, 17: None}
 
 tiny = Dispatcher(GraphMode.FULL_AND_PIECEWISE, default_sizes(8, 8192), max_num_seqs=8)
-keys = {n: tiny.dispatch(n, is_uniform=False) for n in my_sizes}
-computed = {n: key.size if key else n for n, key in keys.items()}
+computed = {n: key.size if (key := tiny.dispatch(n, is_uniform=False)) else n for n in my_sizes}
+assert sum(computed.values()) == 45
 assert all(guess in (None, computed[n]) for n, guess in my_sizes.items()), "the next of 1, 2, 4, 8, 16; or no graph"
 
 # %% [markdown]
 # ### Solution
 #
 # <details><summary>Show</summary>4, 8, 16, and 17: above the largest size nothing is padded. With 6 in <code>graph_sizes</code> the six decodes waste nothing; without it a quarter of each step is padding.</details>
-
-# %%
-assert computed == {3: 4, 5: 8, 9: 16, 17: 17}
-assert Dispatcher(GraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 6, 8), 8).dispatch(6, is_uniform=True).size == 6
-
-# %% [markdown] slide
+#
 # ## In vLLM, look at
 #
 # - `vllm/v1/cudagraph_dispatcher.py`: the dispatcher; `vllm/config/compilation.py`: modes and sizes.
 # - `vllm/compilation/backends.py`: how a compiled model is cut at attention.
 # - `vllm/v1/worker/gpu_input_batch.py`: the persistent batch; `gpu_model_runner.py`: `capture_model`.
 #
-# To compile for yourself: `nanoserve generate --compile layers "Once upon a time"`; `python benchmarks/execution.py` measures every way to run a step. Exercises 11 and 15 are about padding and the dispatcher. Next: **09, from v0 to v1**.
+# Compile for yourself: `nanoserve generate --compile layers "Once upon a time"`. `python benchmarks/execution.py` measures all ways. Exercises 11 and 15 go on here. Next: **09, from v0 to v1**.
