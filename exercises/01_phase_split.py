@@ -24,7 +24,7 @@ from nanoserve.scheduler import BaseScheduler, Draft, PhaseSplitScheduler
 #
 # **`_prefill`** admits from the head of `self.waiting` (`peek()`), until somebody has to stop it:
 #
-# 1. A prompt longer than `self.max_model_len` or `self.budget`, or that `self.blocks.fits(num_tokens)` denies, could never run: `self._ignore(request)`, and on to the next.
+# 1. A prompt longer than `self.max_model_len` or `self.budget`, or that `self.blocks.fits(num_tokens)` denies, could never run: `self._ignore(request)`, and on to the next in this same step. (One of exactly `max_model_len` tokens may run in v0: it ends with its first token.)
 # 2. `hit = self.blocks.lookup(request)` says which of its tokens are cached; the others must be computed in this step, all of them. Not enough `draft.budget`, or as many in `self.running` as `self.max_num_seqs`: stop.
 # 3. `self._admit(request, n, hit, draft, self.watermark_blocks)` takes blocks and tokens. `False`: there is no room; stop. (Never skip the head: who came first is served first.)
 #

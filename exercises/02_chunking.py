@@ -22,8 +22,8 @@ from nanoserve.scheduler import BaseScheduler, ChunkedNoMixScheduler, Draft
 #
 # `schedule` is given, and is yours of exercise 1 without the swapping. You write **`_prefill`**, now in two parts:
 #
-# 1. **Prompts that have begun.** Go over a copy of `self.running`. `request.num_behind` is how many known tokens are not computed yet; give it as many of them as the budget has: `self._grow(request, n, draft)`, which finds the blocks. Leave out whoever decodes: one token behind, and with output (`num_output_tokens`, or `num_placeholders` for one that is on its way). Leave out, too, whoever gets no token, and whoever is no longer `Status.RUNNING`: `_grow` may have preempted it for one before it.
-# 2. **Prompts that wait**, from the head, as before, but cut to `draft.budget`. Stop when the budget or the seats are gone, when someone was preempted in this step, or when `_admit` says `False`. The watermark counts only while somebody runs: else pass 0. A prompt of `self.max_model_len` tokens or more, or one that never fits, is ignored.
+# 1. **Prompts that have begun.** Go over a copy of `self.running`. `request.num_behind` is how many known tokens are not computed yet; give it as many of them as the budget has: `self._grow(request, n, draft)`, which finds the blocks. Leave out whoever decodes: one token behind, *and* with output (`num_output_tokens`, or `num_placeholders` for one that is on its way). Leave out whoever gets no token, too. (The built-in class also asks for `Status.RUNNING`, as `_grow` may preempt others. Here only the last of `self.running` can be in the middle of its prompt, so nobody comes behind a preemption: not graded.)
+# 2. **Prompts that wait**, from the head, as before, but cut to `draft.budget`. Stop when the budget or the seats are gone, when someone was preempted in this step, or when `_admit` says `False`. The watermark counts while somebody runs. (With nobody there the built-in class passes 0; but all blocks are free then, and `fits` has counted the watermark, so it makes no difference: not graded.) A prompt of `self.max_model_len` tokens *or more*, or one that never fits, is ignored: other than v0, this class and v1's want room for a token to come.
 
 # %%
 show_source(ChunkedNoMixScheduler, "schedule")
@@ -42,14 +42,14 @@ class MyChunks(ChunkedNoMixScheduler):
 
 
 # %% [markdown]
-# <details><summary>Hint 1: the question to ask</summary>Which of the running requests are in the middle of their prompt, and which decode? After a preemption a request has output <i>and</i> a prompt to compute.</details>
+# <details><summary>Hint 1: the question to ask</summary>Which of the running requests are in the middle of their prompt, and which decode? After a preemption a request has output <i>and</i> a prompt to compute. And what is left of a prompt may be a single token: then it is one behind, has no output, and is not a decode.</details>
 #
 # <details><summary>Hint 2: the invariant</summary>While somebody waits whose blocks fit, and a seat is free, the budget of a step with prompts is used up: the last one is cut to what is left.</details>
 #
 # <details><summary>Hint 3: pseudo-code</summary><pre>
 # for each running request (of a copy):
 #     n = min(tokens it is behind, budget left)
-#     skip it if it decodes, if n is 0, or if it does not run any more
+#     skip it if it decodes, or if n is 0
 #     grow it by n
 # while someone waits, and budget, seats, and nobody preempted:
 #     head; could it ever run? no: ignore it, go on

@@ -21,7 +21,7 @@ from nanoserve.scheduler import BaseScheduler, Draft, UnifiedScheduler
 # ## The rules
 #
 # 1. **Running first**, in the order of `self.running`, while there is budget: each gets the tokens that it is behind (`num_behind`), cut to `draft.budget`. Whoever is 0 behind is passed over. `self._grow(request, n, draft)` finds the blocks; if there are none it preempts the *last* of `self.running`, and returns `False` if that was the request itself: then this part ends.
-# 2. **Then those who wait**, from the head, with what is left: while there is budget, a seat (`self.max_num_seqs`), and nobody was preempted in this step (`draft.preempted`). `_ignore` a request of `self.max_model_len` tokens or more, or one that never `fits`. Cut to the budget. The watermark counts only while somebody runs. `_admit` says `False`: stop.
+# 2. **Then those who wait**, from the head, with what is left: while there is budget, a seat (`self.max_num_seqs`), and nobody was preempted in this step (`draft.preempted`). `_ignore` a request of `self.max_model_len` tokens or more (there must be room for a token to come), or one that never `fits`, and go on. Cut what is not cached to the budget. The watermark counts while somebody runs (with nobody there it makes no difference: not graded). `_admit` says `False`: stop.
 #
 # The list that you walk over changes while you walk: a preempted request leaves its end.
 #

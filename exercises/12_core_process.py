@@ -36,7 +36,7 @@ from nanoserve.worker import CoreServer, logger
 #
 # **`_handle(kind, item)`** (main thread): an `ADD` is `self._add(item)`; an `ABORT` goes to the core *again*, for a request that was still in the inbox at the first time; a `UTILITY` is `self._call(item)`, whose result is put on the outbox: `CoreOutputs([], self.core.stats, [result])`.
 #
-# **`_call(call)`** runs `self.core.call(call.method, call.args)` and returns a `UtilityResult(call.call_id, value=...)`, or `error="TypeOfError: text"`, whatever it raised: a caller's mistake must not end the core. While `self._deadline` is set, the core is shutting down, and says so instead.
+# **`_call(call)`** runs `self.core.call(call.method, call.args)` and returns a `UtilityResult(call.call_id, value=...)`, or `error="TypeOfError: text"` for any `Exception` that it raised, whatever its type: a caller's mistake must not end the core. (What is no `Exception`, such as `KeyboardInterrupt`, is no caller's mistake, and may.) While `self._deadline` is set, the core is shutting down, and says so in an error instead: the text has the words "shutting down".
 
 # %%
 show_source(CoreServer, "_loop", "_drain_inbox")

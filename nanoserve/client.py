@@ -52,6 +52,8 @@ class EngineClient(Protocol):
     `submit`, `abort` and `call` may come from any thread; one thread at a time polls.
     """
 
+    starts_core: ClassVar[bool]  # whether start_timeout_s means anything to it
+    starts_runner: ClassVar[bool]  # the same of execute_timeout_s
     info: EngineInfo
     stats: SchedulerStats  # as of the last poll
 
@@ -122,6 +124,9 @@ class _Client:
 class InProcessClient(_Client):
     """Front end, scheduler and runner share one interpreter, hence one lock: a busy front end delays the step."""
 
+    starts_core: ClassVar[bool] = False
+    starts_runner: ClassVar[bool] = False
+
     def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
         super().__init__()
         self.core = EngineCore.build(config, observer)
@@ -155,8 +160,7 @@ class InProcessClient(_Client):
                     self._hand_over(self._inbox.popleft())
                 outputs = self.core.step()
             except Exception as error:
-                path = self.core.dump_crash(error)
-                self._death = f"the engine died in a step: {error!r} (its last steps are in {path})"
+                self._death = f"the engine died in a step: {error!r} ({self.core.describe_crash(error)})"
                 raise EngineDeadError(self._death) from error
             self.stats = self.core.stats
         return self._note_ends(outputs)
@@ -189,6 +193,8 @@ class CoreProcessClient(_Client):
     Tokenizing, detokenizing and HTTP then compete with the step for cores, but not for an interpreter lock.
     """
 
+    starts_core: ClassVar[bool] = True
+    starts_runner: ClassVar[bool] = False
     make_runner: ClassVar[Callable[[EngineConfig], Runner] | None] = None
 
     def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
@@ -335,6 +341,7 @@ class CoreProcessClient(_Client):
 class SplitRunnerClient(CoreProcessClient):
     """Three processes: the core keeps the scheduler, and its runner is in a process of its own behind a ring."""
 
+    starts_runner: ClassVar[bool] = True
     make_runner: ClassVar[Callable[[EngineConfig], Runner] | None] = RunnerProcess
 
 

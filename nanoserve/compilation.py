@@ -15,18 +15,20 @@ import inspect
 import itertools
 import os
 import shutil
-import subprocess
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nanoserve import folders
+from nanoserve.compiler import COMPILERS, reason_not_to_compile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoserve.model import Attend, Decoder
 
-COMPILER_TIMEOUT_S = 20.0
-COMPILERS = ("g++", "clang++", "c++")
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -39,9 +41,9 @@ class CompileMode(enum.StrEnum):
 def compile_model(model: Decoder, mode: CompileMode) -> None:
     """From the next call on, `model` runs compiled code; the first call for a kind of input pays for compiling.
 
-    Raises ValueError on a CPU without a C++ compiler. Models of one config, dtype and mode share their code. What any
-    other in this process had compiled is compiled again when it runs: the compiler keeps its results by function, for
-    a few kinds of input only.
+    Raises ValueError on a CPU without a C++ compiler that works. Models of one config, dtype and mode share their code.
+    What any other in this process had compiled is compiled again when it runs: the compiler keeps its results by
+    function, for a few kinds of input only.
     """
     import torch
 
@@ -66,24 +68,37 @@ def require_cpp_compiler(mode: CompileMode) -> None:
     if given and not shutil.which(given):
         found = f"CXX={given!r} is not a program on PATH"
     elif given or any(map(shutil.which, COMPILERS)):
-        program = given or next(filter(shutil.which, COMPILERS))
-        if _answers(program):
+        reason = reason_not_to_compile(given or next(filter(shutil.which, COMPILERS)))
+        if reason is None:
             return
-        found = f"{program} does not answer to --version"
+        found = reason
     else:
         found = f"none of {', '.join(COMPILERS)} is on PATH"
-    raise ValueError(
-        f"compile={str(mode)!r} on a CPU needs a C++ compiler, and {found}; install one (Debian: apt install g++), "
-        "set CXX to the name of one program, or use compile='none'."
+    raise _refusal(mode, f"needs a C++ compiler, and {found}")
+
+
+def _refusal(mode: CompileMode, why: str) -> ValueError:
+    return ValueError(
+        f"compile={str(mode)!r} on a CPU {why}; install one that works (Debian: apt install g++), set CXX to the name "
+        "of one program, or use compile='none'."
     )
 
 
-def _answers(program: str) -> bool:
+@contextmanager
+def failed_compiler_refused(mode: CompileMode) -> Iterator[None]:
+    """ValueError for a C++ compiler that does not take the code that torch makes for it: it may know two lines and lack
+    a header, or a flag."""
+    from torch._inductor.exc import CppCompileError, InductorError
+
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, timeout=COMPILER_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and bool(done.stdout.strip())
+        yield
+    except (CppCompileError, InductorError) as error:
+        inner = error.inner_exception if isinstance(error, InductorError) else error
+        if not isinstance(inner, CppCompileError):
+            raise
+        lines = inner.output.splitlines()
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else "it does not say why")
+        raise _refusal(mode, f"needs a C++ compiler, and {inner.cmd[0]} failed ({said.strip():.200})") from None
 
 
 def cache_folder(model: Decoder, mode: CompileMode) -> Path:
@@ -103,8 +118,7 @@ def cache_folder(model: Decoder, mode: CompileMode) -> Path:
         inspect.getsource(nanoserve.ops),
     )
     key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "nanoserve" / "compiled" / key
+    return folders.cache_folder() / "compiled" / key
 
 
 def _keep_results_in(folder: Path) -> None:

@@ -17,6 +17,7 @@ from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
 from nanoserve.client import CoreProcessClient, InProcessClient, SplitRunnerClient
 from nanoserve.compilation import CompileMode
 from nanoserve.cpu_attention import CpuAttention
+from nanoserve.cpu_ops import CpuOps
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphMode, given_sizes
 from nanoserve.input_batch import RebuiltBatch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "nanostory"
 MAX_COUNT, MAX_BLOCKS = 2**63 - 1, 2**40
 MAX_TIMEOUT_S = 1_000_000
+START_TIMEOUT_S, EXECUTE_TIMEOUT_S = 600.0, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,8 @@ class EngineConfig:
     check_invariants: bool = False  # after every step; for tests and learners
 
     # processes (seconds)
-    start_timeout_s: float = 600.0  # for a child to load its model
-    execute_timeout_s: float = 300.0  # for a runner process to answer a step
+    start_timeout_s: float = START_TIMEOUT_S  # for a child to load its model
+    execute_timeout_s: float = EXECUTE_TIMEOUT_S  # for a runner process to answer a step
     shutdown_timeout_s: float = 0.0  # for open requests to finish after SIGTERM; 0 aborts them
 
     def __post_init__(self) -> None:
@@ -123,6 +125,7 @@ class EngineConfig:
             if not number or not 0 <= value <= MAX_TIMEOUT_S or (value == 0 and name != "shutdown_timeout_s"):
                 low = ">= 0" if name == "shutdown_timeout_s" else "> 0"
                 raise ValueError(f"{name} must be seconds {low} and at most {MAX_TIMEOUT_S:,}, got {value!r}.")
+        self._check_answers()
         is_share = isinstance(self.watermark, int | float) and 0 <= self.watermark < 1
         if self.watermark is not None and (isinstance(self.watermark, bool) or not is_share):
             raise ValueError(
@@ -142,6 +145,19 @@ class EngineConfig:
                 )
             if self.num_swap_blocks < 1:
                 raise ValueError("preemption_mode='swap' needs num_swap_blocks >= 1, got 0; give it host blocks.")
+
+    def _check_answers(self) -> None:
+        """A limit on how long an answer may take needs a process that answers."""
+        if self.start_timeout_s != START_TIMEOUT_S and not self.client.starts_core:
+            raise ValueError(
+                f"start_timeout_s={self.start_timeout_s:g} means nothing to {self.client.__name__}, which starts no "
+                "process; leave it out, or use CoreProcessClient (--client core_process)."
+            )
+        if self.execute_timeout_s != EXECUTE_TIMEOUT_S and not self.client.starts_runner:
+            raise ValueError(
+                f"execute_timeout_s={self.execute_timeout_s:g} means nothing to {self.client.__name__}, whose runner "
+                "has no process of its own; leave it out, or use SplitRunnerClient (--client split_runner)."
+            )
 
     def _check_graphs(self) -> None:
         if self.graph_mode is not None:
@@ -279,7 +295,7 @@ SEAMS: Mapping[str, Mapping[str, type]] = MappingProxyType(
         "blocks": {"private": PrivateBlocks, "v0_cached": V0CachedBlocks, "shared": SharedBlocks},
         "runner": {"eager": EagerRunner, "graph": GraphRunner},
         "attention": {"torch": TorchAttention, "cpu": CpuAttention, "triton": TritonAttention},
-        "ops": {"torch": TorchOps, "triton": TritonOps},
+        "ops": {"torch": TorchOps, "cpu": CpuOps, "triton": TritonOps},
         "batch": {"rebuilt": RebuiltBatch, "persistent": PersistentBatch},
     }
 )

@@ -295,6 +295,13 @@ class EngineCore:
             num_padding_tokens=cost.num_padding_tokens,
         )
 
+    def describe_crash(self, error: BaseException) -> str:
+        """Where the last steps are, for a message. Never raises: what ended the engine is what matters."""
+        try:
+            return f"its last steps are in {self.dump_crash(error)}"
+        except OSError as full:
+            return f"its last steps could not be kept: {full.strerror}"
+
     def dump_crash(self, error: BaseException) -> str:
         """Write the last plans as a trace file, and return its path. The failing one carries the error: it is the last,
         but for a plan that was launched behind it. A step that failed before it had a plan is an empty record."""

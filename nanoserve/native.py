@@ -2,32 +2,31 @@
 
 A build is found again by what made it: source, flags, compiler and processor. Its file ends with a digest of itself,
 so that a damaged one is built anew rather than loaded, and appears under its name all at once, whoever else builds it.
-Knows nothing of what the code does. Imports torch, whose OpenMP runtime the code is to share. Laws:
-tests/test_native.py.
+What builds that were killed have left goes at the next one. Knows nothing of what the code does. Imports torch, whose
+OpenMP runtime the code is to share. Laws: tests/test_native.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
-import subprocess
 import tempfile
+import time
 from pathlib import Path
 
-from nanoserve.compilation import COMPILERS
+from nanoserve import folders
+from nanoserve.compiler import BuildError, find_compiler, one_line, reason_not_to_compile, run_compiler, version
 
 SOURCES = Path(__file__).with_suffix("")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 300.0
+SCRATCH_PREFIX = "tmp"
+STALE_S = 2 * BUILD_TIMEOUT_S  # no build is as old
 DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class BuildError(RuntimeError):
-    """There is no such code on this machine, and one line says why."""
 
 
 @functools.cache
@@ -44,7 +43,7 @@ def load(name: str) -> ctypes.CDLL:
             with tempfile.TemporaryDirectory(prefix="nanoserve-") as folder:
                 return _load_kept(source, compiler, Path(folder))
         except OSError as error:
-            raise BuildError(f"{name}.cpp could not be built or loaded ({_one_line(error)})") from error
+            raise BuildError(f"{name}.cpp could not be built or loaded ({one_line(error)})") from error
 
 
 @functools.cache
@@ -58,18 +57,7 @@ def reason_not_to_load(name: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "nanoserve" / "native"
-
-
-def find_compiler() -> str:
-    """Path of $CXX, else of the first of the usual names. Raises BuildError."""
-    given = os.environ.get("CXX")
-    path = next(filter(None, map(shutil.which, [given] if given else COMPILERS)), None)
-    if path is None:
-        looked = f"CXX={given!r} is not on PATH" if given else f"none of {', '.join(COMPILERS)} is on PATH"
-        raise BuildError(f"no C++ compiler: {looked}")
-    return path
+    return folders.cache_folder() / "native"
 
 
 def build(source: Path, compiler: str, folder: Path) -> Path:
@@ -78,14 +66,26 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
     target = folder / f"{source.stem}-{_key(source, compiler)}.so"
     if _is_whole(target):
         return target
+    if (reason := reason_not_to_compile(compiler)) is not None:
+        raise BuildError(reason)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    _remove_stale(folder)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True) as scratch:
         made = Path(scratch) / target.name
-        _run([compiler, *FLAGS, str(source), "-o", str(made)])
+        command = [compiler, *FLAGS, str(source), "-o", str(made)]
+        run_compiler(command, timeout_s=BUILD_TIMEOUT_S, folder=Path(scratch))
         with made.open("ab") as file:  # what follows the sections of a library is not looked at
             file.write(hashlib.sha256(made.read_bytes()).digest())
         made.replace(target)
     return target
+
+
+def _remove_stale(folder: Path) -> None:
+    """What builds that were killed have left."""
+    for scratch in folder.glob(f"{SCRATCH_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - scratch.stat().st_mtime > STALE_S:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _load_kept(source: Path, compiler: str, folder: Path) -> ctypes.CDLL:
@@ -101,7 +101,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _key(source: Path, compiler: str) -> str:
-    parts = (source.read_bytes(), FLAGS, compiler, _run([compiler, "--version"]), platform.machine(), _cpu_flags())
+    parts = (source.read_bytes(), FLAGS, compiler, version(compiler), platform.machine(), _cpu_flags())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -113,21 +113,3 @@ def _cpu_flags() -> str:
         return platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"the C++ compiler {command[0]} does not run ({_one_line(error)})") from error
-    if done.returncode:
-        lines = done.stderr.splitlines()
-        said = next((line for line in lines if "error" in line), lines[-1] if lines else "it does not say why")
-        raise BuildError(f"the C++ compiler {command[0]} failed with {done.returncode} ({said.strip():.200})")
-    return done.stdout
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -8,6 +8,7 @@ Laws: tests/test_process.py, tests/test_faults.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -20,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -149,7 +151,10 @@ class ChildProcess:
             self._thread.join(5)
             raise ChildDiedError(f"the {self.name} process {self.describe_exit()} during start-up") from None
         except TimeoutError:
-            raise TimeoutError(f"the {self.name} process was not ready after {timeout:g} s") from None
+            raise TimeoutError(
+                f"the {self.name} process was not ready after start_timeout_s={timeout:g}; give it more "
+                "(--start-timeout), or a smaller model."
+            ) from None
 
     def describe_exit(self) -> str:
         code = self.exit_code
@@ -169,6 +174,33 @@ class ChildProcess:
                 return
 
 
+def told_to_parent(error: Exception, unexpected: type[Exception]) -> Exception:
+    """What ended a start-up, for the parent to raise: bad input and what the system refused as they are, anything else
+    as `unexpected`, with its traceback."""
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror, error.filename) if error.strerror else OSError(str(error))
+    return unexpected("".join(traceback.format_exception(error)))
+
+
+def _end_descendants() -> None:
+    """What a library has started (torch a compiler, which starts others): SIGTERM, at which they clean up. What has a
+    session of its own (`supervised`) sees to its own end."""
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == os.getsid(0):
+                os.kill(pid, signal.SIGTERM)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
 def _main(parent_pid: str, target: str, folder: str, link_fd: str, *fds: str) -> None:
     """The child. It never outlives its parent, not even while it loads, and its folder never outlives it."""
     link = Link(socket.socket(fileno=int(link_fd)))
@@ -178,6 +210,7 @@ def _main(parent_pid: str, target: str, folder: str, link_fd: str, *fds: str) ->
             shutil.rmtree(folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
+        _end_descendants()
         os._exit(code)  # other threads may sit in their sockets; nothing of ours is left to finalise
 
     def watch() -> None:

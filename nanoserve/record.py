@@ -8,7 +8,10 @@ Everything a scheduler decided on (arrivals, aborts) and everything it decided i
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -20,6 +23,7 @@ from nanoserve.request import EngineRequest, Reason, StepPlan
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
 
+logger = logging.getLogger("nanoserve.record")
 TRACE_VERSION = 2
 
 
@@ -117,7 +121,11 @@ class ListRecorder:
 
 class JsonlRecorder:
     """Writes one JSON line a step to a file, from `on_start` to `close`. Until then it is a path, so that it can
-    travel to the process that the core lives in."""
+    travel to the process that the core lives in.
+
+    `on_start` raises OSError for a file that cannot be written to. A disk that is full later ends the record, which
+    one line tells, and not the engine: nobody's request has to do with it.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -126,18 +134,40 @@ class JsonlRecorder:
 
     def on_start(self, header: TraceHeader) -> None:
         self._file = self.path.open("wb")
-        self._write(header)
+        try:
+            self._write(header)
+            self._file.flush()
+        except OSError as error:
+            self._drop()
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def on_step(self, record: StepRecord) -> None:
-        self._write(record)
+        assert self._file is not None, "on_start comes first"
+        if not self._file.closed:
+            with self._ended_by_error():
+                self._write(record)
+
+    def close(self) -> None:
+        if self._file is not None and not self._file.closed:
+            with self._ended_by_error():
+                self._file.close()
 
     def _write(self, item: msgspec.Struct) -> None:
         assert self._file is not None, "on_start comes first"
         self._file.write(self._encoder.encode(item) + b"\n")
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    @contextlib.contextmanager
+    def _ended_by_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._drop()
+            logger.error("the record in %s ends too early: %s; make room, and record again", self.path, error.strerror)
+
+    def _drop(self) -> None:
+        """Close the file, whatever of it is written."""
+        with contextlib.suppress(OSError):
+            self._file.close()  # type: ignore[union-attr]  # only called with a file
 
     def __reduce__(self) -> tuple[type[JsonlRecorder], tuple[Path]]:
         return JsonlRecorder, (self.path,)

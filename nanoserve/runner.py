@@ -60,7 +60,8 @@ class Runner(Protocol):
         ...
 
     def pool_blocks(self, block_size: int) -> int:
-        """How many blocks fit in `kv_cache_memory_bytes`, or in the device's share of free memory."""
+        """How many blocks fit in `kv_cache_memory_bytes`, or in the device's share of free memory. ValueError for more
+        bytes than a pool is sized by."""
         ...
 
     def allocate(self, config: EngineConfig) -> None:
@@ -143,17 +144,18 @@ class EagerRunner:
         from nanoserve.allocator import keep_freed_memory
         from nanoserve.compilation import AttentionOperator, compile_model
         from nanoserve.packed_linear import pack_linears
-        from nanoserve.weights import load_model
+        from nanoserve.weights import DTYPES, load_model
 
         keep_freed_memory()
         self._platform = platform = resolve_platform(config.device)
         self._device = platform.device
-        attention, why = resolve_attention(platform, config.attention)
+        dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
+        attention, why = resolve_attention(platform, config.attention, DTYPES.get(dtype))
         mode = CompileMode(config.compile or platform.default_compile)
         ops = resolve_ops(platform, config.ops, is_compiled=mode is not CompileMode.NONE)
         self._model: Decoder | None = load_model(
             config.model,
-            dtype=platform.default_dtype if config.dtype == "auto" else config.dtype,
+            dtype=dtype,
             device=self._device,
             load_format=config.load_format,
             seed=config.seed,
@@ -194,7 +196,14 @@ class EagerRunner:
 
     def pool_blocks(self, block_size: int) -> int:
         num_bytes = self._kv_cache_bytes or self._platform.kv_cache_bytes(self._reserved_bytes())
-        num_blocks = num_bytes // (block_size * self.model_config.kv_bytes_per_token(self.torch_dtype))
+        block_bytes = block_size * self.model_config.kv_bytes_per_token(self.torch_dtype)
+        num_blocks = num_bytes // block_bytes
+        if self._kv_cache_bytes and num_blocks > MAX_POOL_BLOCKS:
+            raise ValueError(
+                f"kv_cache_memory_bytes={self._kv_cache_bytes} is room for {num_blocks:,} blocks of {block_size} "
+                f"tokens, and a size in bytes makes {MAX_POOL_BLOCKS:,} at most; give at most "
+                f"{block_bytes * MAX_POOL_BLOCKS}, or a number of blocks instead (num_blocks)."
+            )
         return min(num_blocks, MAX_POOL_BLOCKS)
 
     def _reserved_bytes(self) -> int:
@@ -213,8 +222,10 @@ class EagerRunner:
             return
         import torch
 
+        from nanoserve.compilation import failed_compiler_refused
+
         start_s = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), failed_compiler_refused(self._compile_mode):
             for num_tokens in (1, min(8, config.budget)):
                 self._warm_up(padding_inputs(num_tokens).to(self._device))
         self.execution.compile_s += time.perf_counter() - start_s

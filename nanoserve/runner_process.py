@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from nanoserve.execution import Execution
-from nanoserve.process import ChildDiedError, ChildProcess, Link
+from nanoserve.process import ChildDiedError, ChildProcess, Link, told_to_parent
 from nanoserve.request import StepPlan, StepResult
 from nanoserve.ring import DEFAULT_CAPACITY, PeerGoneError, RingChannel
 
@@ -101,7 +101,10 @@ class RunnerProcess:
         except PeerGoneError:
             raise self._gone() from None
         except TimeoutError:
-            raise RunnerError(f"the runner did not answer within execute_timeout_s={self._timeout_s:g}") from None
+            raise RunnerError(
+                f"the runner did not answer within execute_timeout_s={self._timeout_s:g}; give it more "
+                "(--execute-timeout), or a step fewer tokens (--max-num-batched-tokens)"
+            ) from None
         if message[:1] == FAILED:
             raise RunnerError(f"the runner failed in a step:\n{message[1:].decode()}")
         self._in_flight.popleft().result = self._decoder.decode(message[1:])
@@ -128,8 +131,7 @@ def runner_main(link: Link, memory_fd: int, wake_fd: int) -> int:
     except EOFError:
         return 1
     except Exception as error:
-        expected = isinstance(error, ValueError)
-        link.send((False, ValueError(str(error)) if expected else ChildDiedError(traceback.format_exc())))
+        link.send((False, told_to_parent(error, ChildDiedError)))
         return 1
     plans = msgspec.msgpack.Decoder(StepPlan)
     try:

@@ -22,8 +22,9 @@ import msgspec
 from nanoserve import messages
 from nanoserve.core import EngineCore
 from nanoserve.messages import CoreOutputs, UtilityCall, UtilityResult
-from nanoserve.process import Link
+from nanoserve.process import Link, told_to_parent
 from nanoserve.request import EngineOutput, EngineRequest
+from nanoserve.runner_process import RunnerError
 
 logger = logging.getLogger("nanoserve.core")
 WAKE_UP = (b"", None)
@@ -47,8 +48,7 @@ def core_main(link: Link) -> int:
     try:
         core = EngineCore.build(start.config, start.observer, start.make_runner)
     except Exception as error:
-        expected = isinstance(error, ValueError)
-        link.send((False, ValueError(str(error)) if expected else RuntimeError(traceback.format_exc())))
+        link.send((False, told_to_parent(error, RuntimeError)))
         return 1
     server = CoreServer(core, start.input_address, start.output_address)
     signal.signal(signal.SIGTERM, lambda *_: server.shut_down())
@@ -92,9 +92,10 @@ class CoreServer:
             self._loop()
         except BaseException as error:  # whatever it was: the process must not live on without this thread
             code = 1
-            path = self.core.dump_crash(error)
-            logger.error("the engine core died in a step; its last steps are in %s\n%s", path, traceback.format_exc())
-            self._outbox.put(f"{type(error).__name__}: {error} (its last steps are in {path})")
+            where = self.core.describe_crash(error)
+            if not isinstance(error, RunnerError):  # which says all there is to say
+                logger.error("the engine core died in a step; %s\n%s", where, traceback.format_exc())
+            self._outbox.put(f"{type(error).__name__}: {error} ({where})")
         self._outbox.put(None)
         sender.join()
         self.core.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_graph_runner import build_graphs
+from test_native import wrap_compiler
 from test_runner import (
     Driver,
     build,
@@ -69,6 +70,26 @@ def test_a_compile_mode_without_a_compiler_is_refused(model_dir, monkeypatch):  
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(ValueError, match="/bin/false does not answer to --version"):
         build(model_dir, compile="model")
+
+
+COMPILERS_THAT_FAIL = {
+    "two lines": '[ "$1" = --version ] && exec "$REAL" "$@"; echo "fatal error: no cc1plus" >&2; exit 1',
+    "what torch makes": 'case "$*" in *-Wall*) echo "fatal error: no x.h" >&2; exit 1;; esac; exec "$REAL" "$@"',
+}
+
+
+@pytest.mark.needs_cxx
+@pytest.mark.parametrize("what", COMPILERS_THAT_FAIL)
+def test_a_compiler_that_answers_and_does_not_compile_is_refused_in_a_line(what, model_dir, monkeypatch, tmp_path):  # noqa: F811
+    import torch._inductor.config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", wrap_compiler(tmp_path, COMPILERS_THAT_FAIL[what]))
+    torch._dynamo.reset()
+    line = r"compile='layers' on a CPU needs a C\+\+ compiler, and .*fatal error: no \S+\); install one [^\n]*$"
+    with inductor.patch({"cpp.cxx": (None, os.environ["CXX"])}), pytest.raises(ValueError, match=line):
+        build(model_dir, compile="layers")
+    torch._dynamo.reset()
 
 
 def test_a_cache_that_cannot_be_written_is_refused(model_dir, monkeypatch):  # noqa: F811

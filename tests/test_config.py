@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 
 from nanoserve.blocks import PrivateBlocks, SharedBlocks, V0CachedBlocks
+from nanoserve.client import CoreProcessClient, SplitRunnerClient
 from nanoserve.config import SEAMS, STAGES, EngineConfig, get_stage
 from nanoserve.record import describe_config
 from nanoserve.scheduler import ChunkedNoMixScheduler, PhaseSplitScheduler, UnifiedScheduler
@@ -60,6 +61,12 @@ def resolve(model_len: int = 4096, pool_blocks: int = 2000, device: str = "cpu",
         ({"execute_timeout_s": float("inf")}, ["execute_timeout_s", "at most 1,000,000", "inf"]),
         ({"shutdown_timeout_s": float("nan")}, ["shutdown_timeout_s", ">= 0", "nan"]),
         ({"shutdown_timeout_s": True}, ["shutdown_timeout_s", "seconds", "True"]),
+        ({"start_timeout_s": 60}, ["start_timeout_s=60", "InProcessClient", "leave it out", "CoreProcessClient"]),
+        ({"execute_timeout_s": 60}, ["execute_timeout_s=60", "InProcessClient", "leave it out", "SplitRunnerClient"]),
+        (
+            {"execute_timeout_s": 60, "client": CoreProcessClient},
+            ["execute_timeout_s=60", "CoreProcessClient", "leave it out", "--client split_runner"],
+        ),
         ({"start_timeout_s": "60"}, ["start_timeout_s", "seconds", "'60'"]),
         ({"watermark": 1.0}, ["watermark", "[0, 1)", "1.0", "0.01"]),
         ({"watermark": -0.1}, ["watermark", "[0, 1)", "-0.1"]),
@@ -145,6 +152,11 @@ def test_the_length_that_a_refusal_suggests_is_the_longest_that_works(scheduler,
     assert resolve(scheduler=scheduler, model_len=100_000, **changes, max_model_len="auto").model_len == longest
     with pytest.raises(ValueError, match="holds"):
         resolve(scheduler=scheduler, model_len=100_000, **changes, max_model_len=longest + 1)
+
+
+def test_every_limit_on_an_answer_is_for_whoever_waits_for_one():
+    assert EngineConfig(client=CoreProcessClient, start_timeout_s=60).start_timeout_s == 60
+    assert EngineConfig(client=SplitRunnerClient, start_timeout_s=60, execute_timeout_s=60).execute_timeout_s == 60
 
 
 def test_what_is_just_legal_is_accepted():

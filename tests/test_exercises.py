@@ -130,6 +130,34 @@ def test_every_step_that_breaks_a_law_has_its_picture() -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "what", "told"),
+    [
+        (1, "no-watermark", "r1 nothing: watermark(need 7, free 6)"),
+        (1, "longest-ignored", "a budget of 32, and blocks for 160"),
+        (2, "admits-after-a-preemption", "long nothing: preemption_this_step"),
+        (2, "one-behind-means-decode", "r3 1 (the end of its prompt)"),
+    ],
+)
+def test_every_other_plan_is_told_by_its_rule(number: int, what: str, told: str) -> None:
+    wrong = next(wrong for wrong in WRONG[number] if wrong.what == what)
+    report = verdict_on(EXERCISES[number], wrong.of(solution_source(EXERCISES[number])))
+    assert report.first is not None
+    assert report.first.verdict is not None
+    assert told in report.first.verdict.expected
+
+
+def test_plans_that_differ_in_reasons_alone_are_shown_once() -> None:
+    wrong = next(wrong for wrong in WRONG[1] if wrong.what == "reasons-of-now")
+    report = verdict_on(EXERCISES[1], wrong.of(solution_source(EXERCISES[1])))
+    assert report.scene is not None
+    text = report.scene.text()
+    assert text.count("  step ") == 1
+    assert "yours     stream-0: paused(stream-0)" in text
+    assert "expected  none" in text
+    assert "<pre>  The tokens are the same; the reasons of step 1 are not:" in report._repr_html_()
+
+
+@pytest.mark.parametrize(
     "line", ["pass", "return StepPlan(1, {'nobody': 3})", "raise SystemExit(3)", "self.running = None", "1 / 0"]
 )
 def test_whatever_a_policy_does_is_a_verdict_with_a_picture(line: str) -> None:
@@ -151,9 +179,9 @@ def test_an_endless_loop_is_a_verdict() -> None:
         "found: list[int] = []", "found: list[int] = []\n        while True: pass"
     )
     answer = run_cells(cells_with(EXERCISES[7], loop))[EXERCISES[7].answer]
-    report = check(7, answer, time_limit_s=1.0)
+    report = check(7, answer, time_limit_s=0.4)
     assert report.state == "fails lengths"
-    assert "no end within 1 s" in str(report)
+    assert "no end within 0.4 s" in str(report)
     assert "07_last_token.ipynb, cell 2, line" in str(report)
 
 
@@ -328,7 +356,7 @@ def test_the_exit_code_is_the_verdict(checks: Cli, tmp_path: Path) -> None:
 )
 def test_whatever_an_answer_does_is_a_verdict(checks: Cli, line: str, told: str) -> None:
     checks.answer(4, f"def pick_budget(measure, max_gap_ms):\n    {line}")
-    code, out = checks("4", "--time-limit", "1")
+    code, out = checks("4", "--time-limit", "0.5")
     assert code == cli.FAILED
     assert told in out
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +32,8 @@ from faulty import (
 
 from nanoserve.client import EngineDeadError, InProcessClient, SplitRunnerClient
 from nanoserve.config import SEAMS
-from nanoserve.record import StepRecord, read_trace
+from nanoserve.lab.fakes import DigestRunner
+from nanoserve.record import JsonlRecorder, StepRecord, read_trace
 
 LAYOUTS = list(SEAMS["client"].values())
 PROCESS_LAYOUTS = LAYOUTS[1:]
@@ -142,12 +145,116 @@ def test_a_step_that_ends_its_process_is_noticed(layout, runner):
 
 
 def test_a_stuck_runner_is_a_failure():
-    client = start_serving(SplitRunnerClient, StuckInStep, execute_timeout_s=0.5)
+    client = start_serving(SplitRunnerClient, StuckInStep, client=SplitRunnerClient, execute_timeout_s=0.5)
     pids, folder = footprint(client)
     error = poll_to_death(client, 30)
     assert "execute_timeout_s=0.5" in str(error)
     client.close()
     check_gone(pids, folder)
+
+
+def test_a_runner_that_is_late_is_told_in_a_line_with_the_fix(capfd, dumps_go_to):
+    client = start_serving(SplitRunnerClient, StuckInStep, client=SplitRunnerClient, execute_timeout_s=0.5)
+    error = poll_to_death(client, 30)
+    client.close()
+    assert re.search(r"execute_timeout_s=0\.5; give it more \(--execute-timeout\)", str(error))
+    assert "\n" not in str(error)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@every_process_layout
+def test_a_start_that_takes_too_long_is_told_in_a_line_with_the_fix(layout):
+    with pytest.raises(OSError, match=r"not ready after start_timeout_s=0\.001; give it more \(--start-timeout\)"):
+        layout(config_of(client=layout, start_timeout_s=0.001))
+
+
+@every_layout
+def test_a_record_that_cannot_be_written_is_told_in_a_line_that_names_it(layout):
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
+        layout(config_of(), JsonlRecorder("/dev/full"))
+
+
+class FullDisk(JsonlRecorder):
+    """A disk that is full after the header."""
+
+    def on_start(self, header):
+        super().on_start(header)
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, self._file.fileno())
+        os.close(full)
+
+    def __reduce__(self):
+        return FullDisk, (self.path,)
+
+
+@every_layout
+@pytest.mark.parametrize("num_tokens", [3, 200])  # seen at the end, and under way
+def test_a_disk_that_fills_up_ends_the_record_and_not_the_engine(layout, num_tokens, tmp_path, capfd, caplog):
+    with layout(config_of(), FullDisk(tmp_path / "trace")) as client:
+        client.submit(request("a", max_tokens=num_tokens))
+        _, ends = collect(client, 1)
+    assert ends == {"a": "length"}
+    told = caplog.text + capfd.readouterr().err
+    assert told.count(f"the record in {tmp_path / 'trace'} ends too early: No space left on device; make room") == 1
+    assert "Traceback" not in told
+
+
+def test_a_planted_recorder_that_raises_in_a_step_is_seen(tmp_path, capfd, caplog, monkeypatch, dumps_go_to):
+    monkeypatch.setattr(JsonlRecorder, "_ended_by_error", contextlib.nullcontext)
+    with pytest.raises((EngineDeadError, OSError)):
+        test_a_disk_that_fills_up_ends_the_record_and_not_the_engine(InProcessClient, 200, tmp_path, capfd, caplog)
+
+
+class StartsProgram(DigestRunner):
+    """A library that starts a program, as torch does a compiler."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        subprocess.Popen(["sleep", "1000"])
+
+
+class Forgets(StartsProgram):
+    """In a process that ends as if it had started nothing."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        sys.modules["__main__"].__dict__["_end_descendants"] = lambda: None
+
+
+def check_programs_end(layout, runner):
+    client = layout(config_of(runner))
+    folder, pids = Path(client._folder), [client._child.pid, *children_of(client._child.pid)]
+    wait_until(lambda: any(map(is_program, pids)), 5, "the program runs")
+    client.close()
+    try:
+        check_gone(pids, folder)
+    finally:
+        for pid in filter(is_program, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_program(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+    except OSError:
+        return False
+
+
+@every_process_layout
+def test_what_a_library_has_started_ends_with_the_process(layout):
+    check_programs_end(layout, StartsProgram)
+
+
+def test_a_planted_process_that_forgets_what_was_started_is_seen():
+    with pytest.raises(AssertionError, match="not within"):
+        check_programs_end(SplitRunnerClient, Forgets)
+
+
+def test_an_engine_that_dies_where_no_dump_can_be_written_says_of_what(monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/dev/full")
+    client = start_serving(InProcessClient, RaisesInStep)
+    assert re.search("cursed.*its last steps could not be kept: Not a directory", str(poll_to_death(client, 30)))
+    client.close()
 
 
 @every_layout

@@ -4,7 +4,7 @@ same load. The other tests of schedulers and blocks see the same bugs."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
@@ -22,7 +22,7 @@ from nanoserve.lab.laws import LAWS, Row
 from nanoserve.lab.trial import Trial
 from nanoserve.lab.trial_loads import FIXED, NUM_RANDOM, grading_loads, random_load
 from nanoserve.record import read_trace
-from nanoserve.request import Reason, Request, StepPlan, StepResult
+from nanoserve.request import Reason, Request, Status, StepPlan, StepResult
 from nanoserve.scheduler import ChunkedNoMixScheduler, Draft, PhaseSplitScheduler, Share, UnifiedScheduler
 
 DIGESTS = [name for name, fault in FAULTS.items() if not fault.needs_model]
@@ -247,7 +247,11 @@ def test_every_token_too_few_or_too_many_is_seen():
     assert laws.tokens_are_those_alone("a", 1, 0, [5, 6], [5, 6]).holds
     assert "an end after 2 tokens" in laws.tokens_are_those_alone("a", 1, 2, [7], [5, 6]).expected
     assert laws.all_tokens_came("a", 1, 1, [5, 6], "length").expected == "2 tokens"
-    assert laws.all_tokens_came("a", 1, 1, [5, 6], "abort").holds
+    assert laws.all_tokens_came("a", 1, 1, [5, 6], "abort", is_aborted=True).holds
+    assert laws.all_tokens_came("a", 1, 1, [5, 6], "abort").got == "1, with reason 'abort'"
+    assert laws.all_tokens_came("a", 1, 2, [5, 6], "").got == "2, and no end"
+    assert laws.nothing_comes_after_the_end("a", 1, "").holds
+    assert laws.nothing_comes_after_the_end("a", 1, "length").law == "tokens"
 
 
 def test_every_token_computed_twice_is_seen():
@@ -273,3 +277,121 @@ def test_a_policy_that_gives_nobody_anything_makes_no_progress():
 
     verdict = Trial(FIXED["tight-pool"], {"scheduler": Idle}).run().verdicts["progress"]
     assert (verdict.holds, verdict.request) == (False, "r0")
+
+
+class IgnoresAborts(UnifiedScheduler):
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        return []
+
+
+class OnlySaysThatItAborts(UnifiedScheduler):
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        return [request_id for request_id in request_ids if request_id in self.requests]
+
+
+class AbortsInSilence(UnifiedScheduler):
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        super().abort(request_ids)
+        return []
+
+
+class AbortsButKeepsTheBlocks(UnifiedScheduler):
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        held = {i: self.requests[i].block_ids for i in request_ids if i in self.requests}
+        for request_id in held:
+            self.requests[request_id].block_ids = []
+        return super().abort(held)
+
+
+class AbortsLater(UnifiedScheduler):
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        self.due = [i for i in request_ids if i in self.requests]
+        return self.due
+
+    def schedule(self) -> StepPlan:
+        plan = super().schedule()
+        super().abort(getattr(self, "due", []))
+        return plan
+
+
+ABORTS = {
+    IgnoresAborts: ("returned", "no tokens for an aborted request"),
+    OnlySaysThatItAborts: ("returned", "no tokens for an aborted request"),
+    AbortsInSilence: ("tokens", "9 tokens"),
+    AbortsButKeepsTheBlocks: ("blocks", "to be in its table or free again"),
+    AbortsLater: ("returned", "no tokens for an aborted request"),
+}
+
+
+@pytest.mark.parametrize("load", ["aborts", "aborts-ahead"])
+@pytest.mark.parametrize("cls", ABORTS)
+def test_every_abort_that_does_not_end_its_request_is_seen(cls, load):
+    first = Trial(FIXED[load], {"scheduler": cls}).run().first
+    assert first is not None
+    law, expected = ABORTS[cls]
+    assert first.law == law, str(first)
+    assert expected in first.expected
+    assert first.request in {job.id for job in FIXED[load].jobs if job.abort_after is not None}
+
+
+def test_every_aborted_request_that_stays_in_a_queue_is_seen():
+    class Keeps(UnifiedScheduler):
+        def abort(self, request_ids: Iterable[str]) -> list[str]:
+            held = [self.requests[i] for i in request_ids if i in self.requests]
+            self.swapped.extend(held)
+            return super().abort(request.id for request in held)
+
+    returned = Trial(FIXED["aborts"], {"scheduler": Keeps}).run().verdicts["returned"]
+    assert (returned.holds, returned.got) == (False, "it is still in 'swapped'")
+
+
+def test_every_place_that_still_holds_an_aborted_request_is_seen():
+    scheduler = _scheduler(UnifiedScheduler)
+    request = Request("a", FIXED["burst"].jobs[0].request().params, 4, 6)
+    assert laws.abort_is_an_end("a", scheduler, 1).holds
+    for place in (scheduler.waiting, scheduler.swapped, scheduler.running):
+        place.push(request) if place is scheduler.waiting else place.append(request)
+        verdict = laws.abort_is_an_end("a", scheduler, 1)
+        assert (verdict.holds, verdict.request) == (False, "a")
+        place.remove(request)
+    assert laws.abort_is_an_end("a", scheduler, 1).holds
+
+
+class Drops(UnifiedScheduler):
+    """Ends a request in the fourth step, and tells nobody."""
+
+    def schedule(self) -> StepPlan:
+        if self._step == 3:
+            self._finish(self.running[-1], Status.FINISHED_ABORTED)
+        return super().schedule()
+
+
+class TakesMore(UnifiedScheduler):
+    def schedule(self) -> StepPlan:
+        self.budget = 4 * FIXED["burst"].fields["max_num_batched_tokens"]
+        return super().schedule()
+
+
+class HasNothingToDo(UnifiedScheduler):
+    has_work = False
+
+
+class NeverCan(UnifiedScheduler):
+    can_schedule = False
+
+
+SHIRKS = {
+    Drops: ("burst", "tokens", "and no end"),
+    HasNothingToDo: ("burst", "tokens", "and no end"),
+    TakesMore: ("burst", "plan", "128"),
+    NeverCan: ("tight-pool-ahead", "progress", "none in 11 steps"),
+}
+
+
+@pytest.mark.parametrize("cls", SHIRKS)
+def test_every_way_around_the_work_is_seen(cls):
+    load, law, got = SHIRKS[cls]
+    first = Trial(FIXED[load], {"scheduler": cls}).run().first
+    assert first is not None
+    assert first.law == law, str(first)
+    assert got in first.got

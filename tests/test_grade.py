@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ from typing import Any
 import pytest
 
 from nanoserve.api.cli import main
+from nanoserve.lab import laws, trial
 from nanoserve.lab.faults import FAULTS
 from nanoserve.lab.figures import jain
-from nanoserve.lab.laws import LAWS
+from nanoserve.lab.grading import Grade, Result
+from nanoserve.lab.laws import LAWS, Verdict
+from nanoserve.lab.policy_file import Found
 from nanoserve.lab.trial_loads import FIXED, MEASURED, NUM_RANDOM
+from nanoserve.lab.untouched import Untouched
 from nanoserve.record import read_trace
+from nanoserve.scheduler import BaseScheduler, UnifiedScheduler
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "shortest_first.py"
@@ -237,7 +243,44 @@ HOSTILE = {
         ("blocks", 1),
         ["request r0", "each block once in a table"],
     ),
+    "never ends in C": (
+        in_schedule("import re; re.match('(a+)+$', 'a' * 60 + 'b')"),
+        ("runs", 4),
+        ["no end within 3 s", "my_policy.py:9, in schedule"],
+    ),
+    "interrupts": (in_schedule("raise KeyboardInterrupt"), ("runs", 4), ["KeyboardInterrupt", "my_policy.py:9"]),
+    "hides its message": (
+        "class Hidden(Exception):\n    def __str__(self):\n        raise SystemExit(3)\n" + in_schedule("raise Hidden"),
+        ("runs", 4),
+        ["Hidden: its message cannot be read", "my_policy.py:12, in schedule"],
+    ),
+    "raises in a thread": (
+        in_schedule("import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()"),
+        ("runs", 4),
+        ["ZeroDivisionError", "my_policy.py:9, in <lambda>"],
+    ),
+    "raises when it is thrown away": (
+        "class Bomb:\n    def __del__(self):\n        raise KeyError('bomb')\n" + in_schedule("Bomb()"),
+        ("runs", 4),
+        ["KeyError: 'bomb'", "my_policy.py:7, in __del__"],
+    ),
+    "changes the engine": (
+        in_schedule("UnifiedScheduler.abort = lambda self, ids: list(ids)"),
+        ("runs", 69),
+        ["nanoserve.scheduler.UnifiedScheduler.abort is replaced"],
+    ),
+    "changes the laws": (
+        in_schedule("from nanoserve.lab.trial import Trial; Trial._judge = lambda self, verdict: True"),
+        ("runs", 69),
+        ["nanoserve.lab.trial.Trial._judge is replaced"],
+    ),
+    "breaks what it stands on": (
+        in_schedule("import os; os.closerange(3, 256)"),
+        ("runs", 4),
+        ["the process "],
+    ),
 }
+ENDLESS = {"hangs", "waits", "never ends in C"}
 
 
 def _some_now() -> list[Any]:
@@ -248,7 +291,7 @@ def _some_now() -> list[Any]:
 @pytest.mark.parametrize("what", _some_now())
 def test_every_class_that_breaks_a_law_gets_a_verdict_and_no_traceback(grade, what):
     body, (law, step), words = HOSTILE[what]
-    limit = "3" if what in ("hangs", "waits") else "20"
+    limit = "3" if what in ENDLESS else "20"
     code, out, err = grade(body, "--load", "tight-pool", "--time-limit", limit)
     assert code == 1
     assert f"Load tight-pool, step {step}" in out
@@ -286,6 +329,113 @@ def test_every_print_of_a_class_stays_out_of_the_report(grade):
     assert "here" in err
 
 
+THREE = ("tight-pool", "burst", "repeats")
+OUTPUT = {
+    "closes it": "import sys; sys.stdout.close(); sys.stderr.close()",
+    "replaces it": "import sys; sys.stdout = 5",
+    "forks": "import os; os.fork()",
+    "forks behind Python's back": "import ctypes; ctypes.CDLL(None).fork()",
+    "goes elsewhere": "import os; os.chdir('/')",
+}
+
+
+@pytest.mark.parametrize("what", OUTPUT)
+def test_every_load_has_one_answer_and_its_own(grade, what):
+    """One process answers, to what it was asked, whatever the class does with it and with what is printed."""
+    body = in_schedule(OUTPUT[what])
+    code, out, err = grade(body, "--json", *(word for name in THREE for word in ("--load", name)))
+    report = json.loads(out)
+    assert [result["load"] for result in report["results"]] == list(THREE)
+    assert (code, err, broken_laws(report)) == (0, "", {})
+
+
+def test_every_answer_comes_from_the_process_that_was_asked(grade):
+    """Not from its fork, which lives on where the process itself raises."""
+    body = in_schedule("import os; pid = os.fork(); pid and (os.waitpid(pid, 0), {}['nope'])")
+    code, report = grade.json(body, "--load", "burst", "--load", "repeats", "--time-limit", "5")
+    assert code == 1
+    assert [result["verdicts"]["runs"]["got"] for result in report["results"]] == 2 * ["KeyError: 'nope'"]
+
+
+def test_every_grade_that_lacks_a_verdict_is_no_pass():
+    whole = Result(load="burst", verdicts={law: Verdict(law=law) for law in LAWS})
+    lacking = Result(load="burst", verdicts={law: Verdict(law=law) for law in list(LAWS)[1:]})
+    found = Found(name="Mine", seam="scheduler", base="")
+    grades = [Grade(policy=found, seed=0, results=results, beside={}) for results in ([whole], [lacking], [])]
+    assert [one.passed for one in grades] == [True, False, False]
+    assert not Grade(policy=found, seed=0, results=[whole], beside={}, left_out=["repeats"]).passed
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
+@pytest.mark.parametrize("end", ["pass", "import os; os._exit(3)"])
+def test_every_process_that_a_class_leaves_running_is_ended(grade, tmp_path, end):
+    note = tmp_path / "pids"
+    start = (
+        "import subprocess as s; open({!r}, 'a').write(f'{{s.Popen([\"sleep\", \"600\"], start_new_session={}).pid}} ')"
+    )
+    lines = [start.format(str(note), is_new) for is_new in (False, True)]
+    grade(in_schedule(f"{lines[0]}; {lines[1]}; {end}"), *ONE_LOAD)
+    pids = [int(pid) for pid in note.read_text().split()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_every_change_of_the_package_is_seen(monkeypatch):
+    untouched = Untouched()
+    assert untouched.changed() == ""
+    changes = {
+        "nanoserve.lab.laws.plan_is_legal": (laws, "plan_is_legal", lambda *a: Verdict(law="plan")),
+        "nanoserve.lab.trial.PATIENCE": (trial, "PATIENCE", 10**6),
+        "nanoserve.scheduler.UnifiedScheduler.abort": (UnifiedScheduler, "abort", lambda self, ids: []),
+        "nanoserve.scheduler.UnifiedScheduler.has_work": (UnifiedScheduler, "has_work", False),
+        "nanoserve.scheduler.BaseScheduler._seal": (BaseScheduler, "_seal", lambda self, draft: None),
+    }
+    for name, (owner, part, value) in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, part, value, raising=False)
+            assert untouched.changed() == name
+    with monkeypatch.context() as patch:
+        patch.setattr(laws.broken, "__code__", laws.all_tokens_came.__code__)
+        assert untouched.changed() == "nanoserve.lab.laws.broken"
+    assert untouched.changed() == ""
+
+
+# The trace
+
+
+def test_every_trace_is_where_the_user_asked_for_it(grade, tmp_path, monkeypatch):
+    """Whatever the class does with folders and files meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    wrecks = f"import os, shutil; os.chdir('/'); shutil.rmtree({str(tmp_path / 'traces')!r})"
+    assert grade(in_schedule(wrecks), *ONE_LOAD, "--record", "traces")[0] == 0
+    assert read_trace(tmp_path / "traces" / "tight-pool.jsonl")[1]
+
+
+def test_a_trace_is_there_of_a_class_that_ends_the_process(grade, tmp_path):
+    grade(in_schedule("import os; os._exit(5)"), *ONE_LOAD, "--record", str(tmp_path))
+    assert [record.step for record in read_trace(tmp_path / "tight-pool.jsonl")[1]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("place", ["a file", "under a file", "a folder of that name", "/proc", ""])
+def test_every_place_that_no_trace_can_be_written_to_is_refused_before_any_run(grade, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "tight-pool.jsonl").mkdir(parents=True)
+    own = {"a file": "file", "under a file": "file/traces", "a folder of that name": "taken"}
+    folder = str(tmp_path / own[place]) if place in own else place
+    code, out, err = grade(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + GOOD, *ONE_LOAD, "--record", folder)
+    assert (code, out) == (2, "")
+    assert "--record" in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "ran").exists()
+
+
 # Bad input
 
 REFUSED = {
@@ -294,7 +444,12 @@ REFUSED = {
     "def f(:": "line 5: invalid syntax",
     "1 / 0": "my_policy.py, line 5: importing it ends in ZeroDivisionError: division by zero",
     "import os; os._exit(4)": "importing it ends the process (exited with code 4)",
-    "while True: pass": "importing it takes more than 2 s",
+    "while True: pass": "importing it takes more than 2 s (my_policy.py:5, in <module>)",
+    "x = 1\0": "my_policy.py: source code string cannot contain null bytes",
+    "compile('def (', 'other', 'exec')": "my_policy.py, line 5: importing it ends in SyntaxError",
+    "raise KeyboardInterrupt": "my_policy.py, line 5: importing it ends in KeyboardInterrupt",
+    "class E(Exception):\n    def __str__(self): raise E\nraise E": "line 7: importing it ends in E: its message",
+    "UnifiedScheduler.abort = 0\nclass A(UnifiedScheduler): pass": "replaces nanoserve.scheduler.UnifiedScheduler",
     "class A:\n    add = abort = schedule = update = lambda *a: None": "let it derive from BaseScheduler",
 }
 

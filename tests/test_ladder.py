@@ -20,7 +20,7 @@ import nanoserve.config
 from nanoserve.api.cli import main
 from nanoserve.blocks import SharedBlocks
 from nanoserve.config import EngineConfig
-from nanoserve.lab import ladder, ladder_figures
+from nanoserve.lab import ladder, ladder_figures, ladder_files
 from nanoserve.lab.charts import STAGE_LOOKS, Setting, look_of, step_timeline
 from nanoserve.lab.climb import Progress, run_once
 from nanoserve.lab.climb import climb as run_all
@@ -194,6 +194,41 @@ def test_rows_that_coincide_in_every_stage_are_one() -> None:
     assert len(table_of(apart, headlines=[])) == 3
 
 
+@pytest.mark.parametrize("stage", FAKES)
+def test_every_stage_climbs_alone(stage, use_stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    use_stages(FAKES)
+    assert climb(tmp_path, "--rounds=1", f"--stages={stage}") == 0
+    report = read(tmp_path)
+    assert list(report.stages) == [stage]
+    assert "long-prompt-tokens.png" in report.charts
+    assert {*report.charts, *report.pages, "ladder.json"} == {path.name for path in tmp_path.iterdir()}
+    assert f"{stage} " in capsys.readouterr().out
+
+
+def check_file_survives_a_chart_that_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(ladder, "draw", fail)
+    with pytest.raises(RuntimeError, match="no ink"):
+        climb(out, "--rounds=1", "--stages=v0")
+    assert (out / "ladder.json").exists()
+    assert read(out).loads[0].medians["v0"]
+
+
+def test_what_was_measured_is_written_before_anything_is_drawn(use_stages, tmp_path: Path, monkeypatch) -> None:
+    use_stages(FAKES)
+    check_file_survives_a_chart_that_fails(tmp_path, monkeypatch)
+
+
+def test_a_planted_ladder_that_draws_first_is_seen(use_stages, tmp_path: Path, monkeypatch) -> None:
+    use_stages(FAKES)
+    only_at_the_end = lambda report, drawn, out: ladder_files.write(report, drawn, out) if drawn.charts else []  # noqa: E731
+    monkeypatch.setattr(ladder, "write", only_at_the_end)
+    with pytest.raises(AssertionError, match=r"ladder\.json"):
+        check_file_survives_a_chart_that_fails(tmp_path, monkeypatch)
+
+
 def test_a_new_stage_joins_by_being_in_stages(use_stages, tmp_path: Path) -> None:
     use_stages({**FAKES, "mine": replace(FAKES["shared"], max_num_seqs=4)})
     assert climb_undrawn(tmp_path, "--rounds=1", "--stages=v0,mine") == 0
@@ -244,6 +279,13 @@ def test_the_first_difference_may_be_a_missing_token() -> None:
     [
         (["--stages=v0,v7"], "stage 'v7' is not known; use one of v0, chunked, shared"),
         (["--stages=v0,v0"], "names v0 twice"),
+        (
+            ["--max-num-batched-tokens=0", "--stages=v0"],
+            "to stages that take prompts whole (v0); leave it out",
+        ),
+        (["--max-num-batched-tokens=0"], "--max-num-batched-tokens must be >= 128 (max_num_seqs"),
+        (["--max-num-batched-tokens=127", "--stages=v0,shared"], "must be >= 128"),
+        (["--max-num-batched-tokens=99999999999999999999"], "<= 9223372036854775807, got 99999999999999999999"),
         (["--rounds=0"], "--rounds must be an integer >= 1 and <= 1000000, got 0"),
         (["--long-prompt-len=5000"], "holds a sequence of 5008 tokens, longer than max_model_len=4096"),
         (["--model=no/such-model"], "no/such-model"),
@@ -254,6 +296,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     use_stages(FAKES)
     assert climb_undrawn(tmp_path, *flags) == 2
+    assert not list(tmp_path.iterdir())
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert complaint in shown

@@ -10,16 +10,18 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nanoserve import native
+from nanoserve import compiler, folders, native
 from nanoserve.api.doctor import examine
 from nanoserve.attention import TorchAttention
+from nanoserve.compiler import BuildError, find_compiler, reason_not_to_compile
 from nanoserve.cpu_attention import CpuAttention
-from nanoserve.native import BuildError, build, find_compiler, load, reason_not_to_load
+from nanoserve.native import build, load, reason_not_to_load
 from nanoserve.platforms import CpuPlatform, resolve_attention
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
@@ -29,11 +31,12 @@ ANSWER = 'extern "C" int answer() { return 42; }\n'
 def forget_what_was_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each test begins as a process does, with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for cached in (load, reason_not_to_load):
-        cached.cache_clear()
+    memories = (load, reason_not_to_load, compiler.version, reason_not_to_compile, folders._private_folder)
+    for memory in memories:
+        memory.cache_clear()
     yield
-    for cached in (load, reason_not_to_load):
-        cached.cache_clear()
+    for memory in memories:
+        memory.cache_clear()
 
 
 @pytest.fixture
@@ -166,6 +169,76 @@ def test_every_compiler_that_fails_is_told_and_torch_attends(script, reason, mon
         load("attention")
     assert resolve_attention(CpuPlatform(), None)[0] is TorchAttention
     assert not list((tmp_path / "cache" / "nanoserve" / "native").glob("*")), "no half of a build is kept"
+
+
+@pytest.mark.needs_cxx
+def test_a_compiler_that_hangs_is_waited_for_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "PROBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(compiler.run_compiler, "__kwdefaults__", {"timeout_s": 1.0, "folder": None})
+    script = f'[ "$1" = --version ] && echo 1 && exit; echo "$@" >> {tmp_path}/asked; sleep 1000'
+    monkeypatch.setenv("CXX", wrap_compiler(tmp_path, script))
+    for name in ("attention", "ops"):
+        with pytest.raises(BuildError, match=r"wrapped\+\+ has not ended after 1 s"):
+            load(name)
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+
+
+@pytest.mark.needs_cxx
+def test_what_killed_builds_have_left_goes_and_what_others_build_stays(source, tmp_path):
+    old, young = tmp_path / "tmpkilled", tmp_path / "tmpyoung"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "half.so").touch()
+    long_ago = time.time() - native.STALE_S - 60
+    os.utime(old, (long_ago, long_ago))
+    library = build(source, find_compiler(), tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([library, source, young])
+
+
+def no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As in a container, as a user that it knows nothing of. Where temporary folders go."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folders._private_folder.cache_clear()
+    return tmp_path / f"nanoserve-cache-{os.getuid()}"
+
+
+def test_a_user_without_a_home_has_a_folder_that_is_his_alone_and_lasts(monkeypatch, tmp_path):
+    wanted = no_home(monkeypatch, tmp_path)
+    for _ in range(2):  # starts
+        folders._private_folder.cache_clear()
+        assert native.cache_folder() == wanted / "native"
+    assert stat.S_IMODE(wanted.stat().st_mode) == 0o700
+    assert [path.name for path in tmp_path.iterdir()] == [wanted.name]
+
+
+def check_not_trusted(wanted: Path, elsewhere: Path) -> None:
+    assert folders.cache_folder() not in (wanted, elsewhere)
+    assert stat.S_IMODE(folders.cache_folder().stat().st_mode) == 0o700
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("planted", ["link", "open to all", "file"])
+def test_what_somebody_else_has_put_in_its_place_is_not_loaded_from(planted, monkeypatch, tmp_path):
+    wanted, elsewhere = no_home(monkeypatch, tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if planted == "link":
+        wanted.symlink_to(elsewhere)
+    elif planted == "file":
+        wanted.touch()
+    else:
+        wanted.mkdir()
+        wanted.chmod(0o777)
+    check_not_trusted(wanted, elsewhere)
+    monkeypatch.setattr(folders, "_private_folder", lambda parent: wanted)  # a bug
+    with pytest.raises(AssertionError):
+        check_not_trusted(wanted, elsewhere)
 
 
 def test_a_named_compiler_that_is_not_there_is_told_by_its_name(monkeypatch):

@@ -489,7 +489,7 @@ def plan_of(step: int, prompt: list[int]) -> StepPlan:
 
 @pytest.fixture
 def remote():
-    runner = RunnerProcess(config_of(block_size=1, execute_timeout_s=20.0))
+    runner = RunnerProcess(config_of(block_size=1, client=SEAMS["client"]["split_runner"], execute_timeout_s=20.0))
     yield runner
     runner.close()
 
@@ -519,7 +519,9 @@ class Verbose(DigestRunner):
 
 
 def test_a_plan_larger_than_the_ring_never_meets_a_result_larger_than_the_ring():
-    runner = start(RunnerProcess(config_of(Verbose, block_size=1, execute_timeout_s=20.0)))
+    runner = start(
+        RunnerProcess(config_of(Verbose, block_size=1, client=SEAMS["client"]["split_runner"], execute_timeout_s=20.0))
+    )
     try:
         handles = []
         for step in (1, 2, 3):

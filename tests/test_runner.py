@@ -24,7 +24,7 @@ from nanoserve.input_batch import InputBatch, RebuiltBatch, RequestRow
 from nanoserve.kv_cache import KVCache
 from nanoserve.persistent_batch import PersistentBatch
 from nanoserve.request import NewRequest, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from nanoserve.runner import EagerRunner
+from nanoserve.runner import MAX_POOL_BLOCKS, EagerRunner
 
 VOCAB = 61
 NUM_BLOCKS = 500
@@ -479,6 +479,14 @@ def test_every_pool_holds_the_blocks_its_bytes_allow(model_dir):
         assert runner.pool_blocks(block_size) == num_bytes // token_bytes // block_size
     assert runner.pool_blocks(1) == 15
     assert EagerRunner(engine_config(model_dir)).pool_blocks(16) > 1000
+
+
+def test_every_pool_of_more_bytes_than_are_used_is_refused_with_the_most(model_dir):
+    most = MAX_POOL_BLOCKS * 16 * 2 * 2 * 2 * 16 * 4
+    assert EagerRunner(engine_config(model_dir, kv_cache_memory_bytes=most)).pool_blocks(16) == MAX_POOL_BLOCKS
+    runner = EagerRunner(engine_config(model_dir, kv_cache_memory_bytes=2 * most))
+    with pytest.raises(ValueError, match=rf"={2 * most} is room for 2,097,152 .* 1,048,576 .* at most {most}, or"):
+        runner.pool_blocks(16)
 
 
 def test_every_pool_that_cannot_be_allocated_is_refused(model_dir):

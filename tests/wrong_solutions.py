@@ -29,6 +29,11 @@ WRONG: Mapping[int, list[Wrong]] = {
         ),
         Wrong("no-reason", "plan", 'Reason("paused", behind=first)', 'Reason("budget")'),
         Wrong("no-seats", "plan", " or len(self.running) >= self.max_num_seqs", ""),
+        Wrong("hits-ignored", "plan", "n = request.num_tokens - hit.num_tokens", "n = request.num_tokens"),
+        Wrong("no-watermark", "policy", "draft, self.watermark_blocks)", "draft, 0)"),
+        Wrong("longest-ignored", "limits", "request.num_tokens > min(", "request.num_tokens >= min("),
+        Wrong("never-ignored", "limits", "min(self.max_model_len, self.budget)", "self.max_model_len"),
+        Wrong("reasons-of-now", "plan", "running_before = list(self.running)", "running_before = self.running"),
     ],
     2: [
         Wrong("never-goes-on", "policy", "for request in list(self.running):", "for request in []:"),
@@ -44,6 +49,17 @@ WRONG: Mapping[int, list[Wrong]] = {
             "min(request.num_tokens - hit.num_tokens, draft.budget)",
             "request.num_tokens - hit.num_tokens",
         ),
+        Wrong(
+            "one-behind-means-decode",
+            "policy",
+            "request.num_behind == 1 and request.num_output_tokens + request.num_placeholders > 0",
+            "request.num_behind == 1",
+        ),
+        Wrong("admits-after-a-preemption", "policy", " and not draft.preempted", ""),
+        Wrong("no-watermark", "policy", "self.watermark_blocks if self.running else 0", "0"),
+        Wrong("hits-ignored", "plan", "request.num_tokens - hit.num_tokens", "request.num_tokens"),
+        Wrong("longest-admitted", "limits", "request.num_tokens >= self", "request.num_tokens > self"),
+        Wrong("never-ignored", "limits", " or not self.blocks.fits(request.num_tokens)", ""),
     ],
     3: [
         Wrong(
@@ -64,6 +80,11 @@ WRONG: Mapping[int, list[Wrong]] = {
             "while index < len(self.running) and draft.budget > 0:",
             "while index < len(self.running) and draft.budget > 0 and not self.waiting:",
         ),
+        Wrong("admits-after-a-preemption", "policy", " and not draft.preempted", ""),
+        Wrong("no-watermark", "policy", "self.watermark_blocks if self.running else 0", "0"),
+        Wrong("hits-ignored", "plan", "request.num_tokens - hit.num_tokens", "request.num_tokens"),
+        Wrong("longest-admitted", "limits", "request.num_tokens >= self", "request.num_tokens > self"),
+        Wrong("never-ignored", "limits", " or not self.blocks.fits(request.num_tokens)", ""),
     ],
     4: [
         Wrong("one-too-many", "promise", "return low", "return low + 1"),
@@ -138,6 +159,10 @@ WRONG: Mapping[int, list[Wrong]] = {
             "self.core.abort(item)  # at once: the step that runs will honour it",
             "continue",
         ),
+        Wrong("not-at-once", "aborts", "self.core.abort(item)  # at once: the step that runs will honour it", "pass"),
+        Wrong("not-again", "aborts", "self.core.abort(item)  # again", "pass  # again"),
+        Wrong("serves-to-the-end", "shutdown", "if self._deadline is not None:", "if False:"),
+        Wrong("one-kind-of-error", "calls", "except Exception as error", "except ValueError as error"),
     ],
     13: [
         Wrong("place-not-in-block", "slots", "slot % BLOCK_SIZE *", "slot *"),

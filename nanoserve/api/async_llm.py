@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from nanoserve.record import Observer
     from nanoserve.request import EngineInfo, EngineOutput
 
+logger = logging.getLogger("nanoserve.engine")
 Message = Mapping[str, Any]
 SLICE = 128  # outputs that are taken in before the event loop gets its turn
 TURNS = 8  # of the event loop, that consumers get to read a step's news
@@ -386,10 +388,15 @@ class AsyncLLM:
                     self._batches.append((time.monotonic(), outputs))
                     self._wake()
         except EngineDeadError as error:
-            self._death = self._death or str(error)
+            self._die(str(error))
         except Exception as error:
-            self._death = self._death or f"polling the engine failed: {error!r}"
+            self._die(f"polling the engine failed: {error!r}")
         self._wake()
+
+    def _die(self, reason: str) -> None:
+        if self._death is None:  # a death, not an end: whoever runs a server hears of it before the next request
+            self._death = reason
+            logger.error("%s", " ".join(reason.split()))
 
     def _wake(self) -> None:
         if self._loop is not None and self._arrived is not None:

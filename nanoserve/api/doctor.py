@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nanoserve import __version__
+from nanoserve import __version__, compiler
 from nanoserve.api.leftovers import Leftovers, find_leftovers, remove_leftovers
 from nanoserve.compilation import CompileMode
+from nanoserve.compiler import BuildError
 from nanoserve.config import DEFAULT_MODEL, SEAMS, EngineConfig
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 DOCTOR_VERSION = 1
 EXTRAS = ("gpu", "serve")  # what a user may want; the others are for developers
 SAMPLE_TOKENS = 1024  # of a request, prompt and answer, to say how many fit
-COMPILER_TIMEOUT_S = 20.0
 _REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['"](?P<extra>[\w-]+)['"])?""")
 
 
@@ -139,18 +137,14 @@ def _version(name: str) -> str | None:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: $CXX, else the first of the usual names; its path and the first line about its version."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        return None
+    """The C++ compiler: $CXX, else the first of the usual names; its path, and its version or what it lacks."""
     try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=COMPILER_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return f"{path} (it does not run)"
-    return f"{path} ({next(iter(done.stdout.splitlines()), 'it does not say its version')})"
+        path = compiler.find_compiler()
+    except BuildError:
+        return None
+    if (reason := compiler.reason_not_to_compile(path)) is not None:
+        return f"{path} (it does not work: {reason})"
+    return f"{path} ({next(iter(compiler.version(path).splitlines()))})"
 
 
 def _look_at_machine(checkup: Checkup, config: EngineConfig) -> None:
@@ -189,11 +183,14 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
     kv_per_token = model.kv_bytes_per_token(dtype)
     num_blocks = kv_pool // (config.block_size * kv_per_token)
     num_tokens = max(num_blocks - 1, 0) * config.block_size  # one is the null block
-    backend, why = resolve_attention(platform, config.attention)
+    backend, why = resolve_attention(platform, config.attention, dtype)
     others = [
         name
         for name, cls in SEAMS["attention"].items()
-        if cls is not backend and platform.name in cls.platforms and not reason_against(cls)
+        if cls is not backend
+        and platform.name in cls.platforms
+        and str(dtype).removeprefix("torch.") in cls.dtypes
+        and not reason_against(cls)
     ]
     ops = platform.default_ops(is_compiled=platform.default_compile is not CompileMode.NONE)
     device = Device(

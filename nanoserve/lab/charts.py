@@ -173,8 +173,11 @@ def tokens_computed(runs: Runs, setting: Setting) -> Figure:
     ax.margins(x=0.12)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     ax.set_xlabel("prompt tokens: computed (solid), found in the cache (hatched)")
-    (first, most), *_, (last, least) = computed.items()
-    caption = f"Compare the solid parts: {last} computed {least / most:.0%} of what {first} did."
+    (first, most), *others = computed.items()
+    caption = f"{first} computed {most:,} tokens."
+    if others:
+        last, least = others[-1]
+        caption = f"Compare the solid parts: {last} computed {least / most:.0%} of what {first} did."
     return _finish(figure, setting, "Prompt tokens computed", caption)
 
 

@@ -1,8 +1,8 @@
 """Judges the message loop of an engine core: the reader's server in a process of its own, and a front end by hand.
 
 The front end speaks the wire (nanoserve/messages.py) message by message, some of them nonsense, and each answer has a
-few seconds. The core is the real one, with a digest for a model. A verdict's step is the number of the message. Laws:
-tests/test_exercises.py.
+few seconds. The core is the real one, with a digest for a model, whose steps can be held (check_hold.py). A verdict's
+step is the number of the message. Laws: tests/test_exercises.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from typing import Any
 import msgspec
 
 from nanoserve import messages
+from nanoserve.config import EngineConfig
 from nanoserve.core import EngineCore
 from nanoserve.lab.check_engine import mishap
+from nanoserve.lab.check_hold import HELD, RELEASE, SHUT_DOWN, HoldingRunner, WatchedInbox
 from nanoserve.lab.check_report import Line, Report
-from nanoserve.lab.fakes import DigestRunner, reference_tokens
+from nanoserve.lab.fakes import reference_tokens
 from nanoserve.lab.laws import Verdict, broken
 from nanoserve.lab.trial_config import trial_config
 from nanoserve.lab.trial_loads import Job, Load, sizes
 from nanoserve.messages import CoreOutputs, UtilityCall
 from nanoserve.process import ChildProcess, Link
 from nanoserve.request import EngineOutput
+from nanoserve.runner import Runner
 
 ANSWER_S, START_S = 5.0, 60.0
 PROMPT = [5, 6, 7, 8, 9]
@@ -40,7 +43,14 @@ def serve(link: Link) -> int:
     """The child: the reader's server around a core; what it raises goes to the parent as a verdict."""
     logging.disable(logging.CRITICAL)  # dropped messages are what the front end sends on purpose
     mine, input_address, output_address = link.recv()
-    core = EngineCore.build(trial_config(LOAD, {}), make_runner=DigestRunner)
+    gate = threading.Event()
+
+    def make_runner(config: EngineConfig) -> Runner:
+        runner = HoldingRunner(config)
+        runner.gate, runner.tell = gate, lambda: link.send(HELD)
+        return runner
+
+    core = EngineCore.build(trial_config(LOAD, {}), make_runner=make_runner)
 
     def report(error: BaseException | None) -> str:
         if error is not None:
@@ -54,6 +64,7 @@ def serve(link: Link) -> int:
     except BaseException as error:
         report(error)
         return 1
+    server._inbox = WatchedInbox(gate, server.shut_down)
     return server.run()
 
 
@@ -81,6 +92,7 @@ class FrontEnd:
         self._child.link.send((mine, *addresses))
         self._heard: list[CoreOutputs] = []
         self.num_sent = 0
+        self.num_held = 0  # steps
         self._core_id = b""
 
     def connect(self) -> None:
@@ -103,8 +115,24 @@ class FrontEnd:
     def call(self, call_id: int, method: str, *args: Any) -> None:
         self.send(messages.UTILITY, messages.encode(UtilityCall(call_id, method, list(args))))
 
+    def hold(self, request_id: str, max_tokens: int) -> bool:
+        """Add a request whose first step is held; whether it is."""
+        num_held = self.num_held
+        self.add(request_id, max_tokens)
+        return self.hear_until(lambda: self.num_held > num_held)
+
+    def abort(self, *request_ids: str) -> None:
+        self.send(messages.ABORT, messages.encode(request_ids))
+
     def outputs(self, request_id: str) -> list[EngineOutput]:
         return [output for news in self._heard for output in news.outputs if output.id == request_id]
+
+    def end(self, request_id: str) -> str:
+        """Its finish reason; "" before that."""
+        return next((output.finish_reason for output in self.outputs(request_id) if output.finish_reason), "")
+
+    def num_tokens(self, request_id: str) -> int:
+        return sum(len(output.new_token_ids) for output in self.outputs(request_id))
 
     def result(self, call_id: int) -> messages.UtilityResult | None:
         return next((r for news in self._heard for r in news.results if r.call_id == call_id), None)
@@ -129,7 +157,12 @@ class FrontEnd:
         if select.select([self._child.link.sock], [], [], patience_s)[0]:
             try:
                 verdict = self._child.link.recv(ANSWER_S)
+                if verdict == HELD:
+                    self.num_held += 1
+                    return
             except EOFError:
+                if self._pull.poll(100):
+                    return  # what it said last is heard first
                 self._child.stop()
                 got = f"the process {self._child.describe_exit()}"
                 verdict = broken("runs", 0, "", "a server that goes on", got)
@@ -162,12 +195,16 @@ def calls_are_answered(front_end: FrontEnd) -> Verdict:
     front_end.hear_until(lambda: front_end.result(7))
     if (result := front_end.result(7)) is None or result.value is not True or result.error is not None:
         return broken("calls", front_end.num_sent, "call 7", "value True, no error", _told(result))
-    front_end.call(8, "no_such_utility")
-    front_end.hear_until(lambda: front_end.result(8))
-    result = front_end.result(8)
-    if result is None or not result.error or "no_such_utility" not in result.error:
-        expected = "an error that names 'no_such_utility'; the core goes on"
-        return broken("calls", front_end.num_sent, "call 8", expected, _told(result))
+    for number, method, args, word in (
+        (8, "no_such_utility", [], "ValueError"),
+        (9, "reset_prefix_cache", [1, 2, 3], "TypeError"),
+    ):
+        front_end.call(number, method, *args)
+        front_end.hear_until(lambda number=number: front_end.result(number))
+        result = front_end.result(number)
+        if result is None or not result.error or method not in result.error or word not in result.error:
+            expected = f"an error that begins with {word!r} and names {method!r}; the core goes on"
+            return broken("calls", front_end.num_sent, f"call {number}", expected, _told(result))
     return Verdict(law="calls")
 
 
@@ -193,20 +230,59 @@ def aborts_are_honoured(front_end: FrontEnd) -> Verdict:
     front_end.add("long", 2500)
     if not front_end.hear_until(lambda: front_end.outputs("long")):
         return broken("aborts", front_end.num_sent, "long", "its first token", "none")
-    front_end.send(messages.ABORT, messages.encode(["long"]))
-    front_end.hear_until(lambda: any(output.finish_reason for output in front_end.outputs("long")))
-    reason = front_end.outputs("long")[-1].finish_reason
-    if reason != "abort":
+    front_end.abort("long")
+    front_end.hear_until(lambda: front_end.end("long"))
+    if front_end.end("long") != "abort":
+        reason = front_end.end("long")
         got = f"its end by {reason}" if reason else "more of its tokens"
         return broken("aborts", front_end.num_sent, "long", "its end by abort", got)
+    return _aborts_in_a_step(front_end)
+
+
+def _aborts_in_a_step(front_end: FrontEnd) -> Verdict:
+    """While a step runs that would end one of them; the other is in the inbox, and not yet known to the core."""
+    if not front_end.hold(HELD, 1):
+        return broken("aborts", front_end.num_sent, HELD, "a step that runs", "none")
+    front_end.add("late", 3)
+    front_end.abort(HELD, "late")
+    front_end.call(RELEASE, "reset_prefix_cache")
+    front_end.hear_until(lambda: front_end.end(HELD) and front_end.end("late"))
+    for request_id, why in (
+        (HELD, "the abort came while its last step ran, and is honoured at once"),
+        ("late", "it was in the inbox when its abort came, and is aborted when it has been added"),
+    ):
+        reason, n = front_end.end(request_id), front_end.num_tokens(request_id)
+        if reason != "abort" or n:
+            got = f"{n} of its tokens, and {f'its end by {reason}' if reason else 'no end'}"
+            expected = f"its end by abort, and none of its tokens: {why}"
+            return broken("aborts", front_end.num_sent, request_id, expected, got)
     return Verdict(law="aborts")
+
+
+def calls_during_shutdown_are_answered(front_end: FrontEnd) -> Verdict:
+    """The call comes while a step runs, and with it the order to end."""
+    request_id = f"{HELD} at the end"
+    if not front_end.hold(request_id, 3):
+        return broken("shutdown", front_end.num_sent, request_id, "a step that runs", "none")
+    front_end.call(SHUT_DOWN, "reset_prefix_cache")
+    try:
+        front_end.hear_until(lambda: front_end.result(SHUT_DOWN))
+    except Gone as end:
+        if end.verdict.where:
+            raise
+    result = front_end.result(SHUT_DOWN)
+    if result is None or not result.error or "shutting down" not in result.error:
+        expected = "an error that says that the core is shutting down"
+        return broken("shutdown", front_end.num_sent, f"call {SHUT_DOWN}", expected, _told(result))
+    return Verdict(law="shutdown")
 
 
 STAGES: tuple[tuple[str, str, Stage], ...] = (
     ("answers", "A request that is added is answered: all its tokens, then its end.", requests_are_answered),
     ("calls", "A call is answered under its number, by a value or by an error.", calls_are_answered),
     ("nonsense", "What cannot be read is dropped, and what comes next is served.", nonsense_is_dropped),
-    ("aborts", "An abort ends its request at once, also while it runs.", aborts_are_honoured),
+    ("aborts", "An abort ends its request at once: while its step runs, and in the inbox.", aborts_are_honoured),
+    ("shutdown", "While the core shuts down, a call is answered by an error.", calls_during_shutdown_are_answered),
 )
 
 

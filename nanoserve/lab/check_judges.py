@@ -13,36 +13,56 @@ from typing import Any
 from nanoserve.lab.check_report import Report
 
 Judge = Callable[[Any], Report]
+_LIMITS = "Who could never run is ignored, at once, and nobody else is."
 
 
 def phase_split(name: str) -> Judge:
     from nanoserve.blocks import PrivateBlocks
-    from nanoserve.lab.check_engine import Aim, InEngine, fixed, same_plans
+    from nanoserve.lab.check_engine import Aim, InEngine, fixed
+    from nanoserve.lab.check_loads import CACHED_BY_V0, WATERMARK
+    from nanoserve.lab.check_plans import limits_of, same_plans
     from nanoserve.scheduler import PhaseSplitScheduler
 
     return InEngine(
         exercise=name,
         seam="scheduler",
         built_in=PhaseSplitScheduler,
-        loads=fixed("long-prompts", "burst", "tight-pool", "stream-of-shorts", "aborts"),
+        loads=(
+            *fixed("long-prompts", "burst", "tight-pool", "stream-of-shorts", "aborts"),
+            CACHED_BY_V0,
+            WATERMARK,
+        ),
         fields={"blocks": PrivateBlocks},
-        aims=[Aim("policy", "Every step is the one that v0's policy decides.", same_plans, always=True)],
+        aims=[
+            Aim("policy", "Every step is the one that v0's policy decides.", same_plans, always=True),
+            Aim("limits", _LIMITS, limits_of(PhaseSplitScheduler)),
+        ],
     )
 
 
 def chunking(name: str) -> Judge:
     from nanoserve.blocks import PrivateBlocks
-    from nanoserve.lab.check_engine import Aim, InEngine, fixed, same_plans
+    from nanoserve.lab.check_engine import Aim, InEngine, fixed
     from nanoserve.lab.check_figures import not_enough
+    from nanoserve.lab.check_loads import CACHED, LOST_HALF_WAY, WATERMARK
+    from nanoserve.lab.check_plans import limits_of, same_plans
     from nanoserve.scheduler import ChunkedNoMixScheduler
 
     return InEngine(
         exercise=name,
         seam="scheduler",
         built_in=ChunkedNoMixScheduler,
-        loads=fixed("burst", "long-prompts", "tight-pool", "stream-of-shorts", "aborts"),
+        loads=(
+            *fixed("burst", "long-prompts", "tight-pool", "stream-of-shorts", "aborts"),
+            CACHED,
+            WATERMARK,
+            LOST_HALF_WAY,
+        ),
         fields={"blocks": PrivateBlocks},
-        aims=[Aim("policy", "Every step is the one that this policy decides.", same_plans, always=True)],
+        aims=[
+            Aim("policy", "Every step is the one that this policy decides.", same_plans, always=True),
+            Aim("limits", _LIMITS, limits_of(ChunkedNoMixScheduler)),
+        ],
         note=not_enough,
     )
 
@@ -51,17 +71,26 @@ def mixing(name: str) -> Judge:
     from nanoserve.blocks import PrivateBlocks
     from nanoserve.lab.check_engine import Aim, InEngine, fixed
     from nanoserve.lab.check_figures import MIXING_GAP_MS, first_tokens_stay, gaps_are_short
+    from nanoserve.lab.check_loads import CACHED, LOST_HALF_WAY, WATERMARK
+    from nanoserve.lab.check_plans import limits_of, same_plans
     from nanoserve.scheduler import UnifiedScheduler
 
     return InEngine(
         exercise=name,
         seam="scheduler",
         built_in=UnifiedScheduler,
-        loads=fixed("long-prompts", "burst", "tight-pool", "stream-of-shorts", "aborts"),
+        loads=(
+            *fixed("long-prompts", "burst", "tight-pool", "stream-of-shorts", "aborts"),
+            CACHED,
+            WATERMARK,
+            LOST_HALF_WAY,
+        ),
         fields={"blocks": PrivateBlocks},
         aims=[
             Aim("gap", f"No gap of a stream beside long prompts is over {MIXING_GAP_MS} ms.", gaps_are_short),
             Aim("first token", "The long prompts' first tokens come as soon as the budget allows.", first_tokens_stay),
+            Aim("policy", "Every step is the one that these rules decide.", same_plans),
+            Aim("limits", _LIMITS, limits_of(UnifiedScheduler)),
         ],
     )
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HOLE = "NotImplementedError: about "
 NOT_BEGUN, PASSES = "not begun", "passes"
 YOURS, EXPECTED = "yours", "expected"
+BOTH = "both"
 BEFORE, AFTER = 5, 2  # steps of a picture beside the one that it is about
 NEAR = 20  # the same, where it is drawn
 MAX_LANES = 8
@@ -70,9 +71,25 @@ class Scene:
     def _timeline(self) -> str:
         step = self.verdict.step
         names = _lanes(self.runs[YOURS].records, step, self.verdict.request)
-        return "\n".join(
-            line for name, trace in self.runs.items() for line in timeline_lines(name, trace.records, step, names)
-        )
+        lines = [
+            line for name, trace in self.shown.items() for line in timeline_lines(name, trace.records, step, names)
+        ]
+        return "\n".join([*lines, *self.reasons()])
+
+    @property
+    def shown(self) -> dict[str, Trace]:
+        """Once where the tokens around the step are the same, as two equal tables say nothing."""
+        mine, expected = (_tokens_near(self.runs[name].records, self.verdict.step) for name in (YOURS, EXPECTED))
+        return {BOTH: self.runs[YOURS]} if mine == expected else self.runs
+
+    def reasons(self) -> Iterator[str]:
+        """Of the step, where the tokens are the same and the reasons are not: what each run says of whom."""
+        step = self.verdict.step
+        told = {name: _reasons_of(trace.records, step) for name, trace in self.runs.items()}
+        if len(self.shown) == 1 and told[YOURS] != told[EXPECTED]:
+            yield f"  The tokens are the same; the reasons of step {step} are not:"
+            for name, text in told.items():
+                yield textwrap.fill(f"  {name:<{len(EXPECTED)}}  {text}", WIDTH, subsequent_indent=" " * 12)
 
     def _maps(self) -> dict[str, BlockMap]:
         from nanoserve.lab.block_history import BlockHistory
@@ -92,8 +109,8 @@ class Scene:
         setting = Setting(self.load, "no model", "simulated", 0)
         if self.verdict.law in ("blocks", "returned") and (maps := self._maps()):
             return block_map(maps, self.runs[YOURS].num_blocks, setting)
-        figure = step_timeline({name: trace.records for name, trace in self.runs.items()}, setting)
-        for ax, trace in zip(figure.axes, self.runs.values(), strict=True):
+        figure = step_timeline({name: trace.records for name, trace in self.shown.items()}, setting)
+        for ax, trace in zip(figure.axes, self.shown.values(), strict=True):
             times = {record.step: record.start_s - trace.start_s for record in trace.records}
             if self.verdict.step in times:
                 ax.axvline(times[self.verdict.step], color="black", linewidth=2)
@@ -170,7 +187,9 @@ class Report:
             return f"<pre>{html.escape(self.scene.text())}</pre>"
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=80)
-        return f"<img alt='the step' src='data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}'>"
+        reasons = html.escape("\n".join(self.scene.reasons()))
+        picture = f"<img alt='the step' src='data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}'>"
+        return f"{picture}<pre>{reasons}</pre>" if reasons else picture
 
     def _table(self) -> str:
         if self.hole:
@@ -235,6 +254,17 @@ def _cell(record: StepRecord, request_id: str) -> str:
     if request_id in record.preempted:
         return "x"
     return "." if request_id in record.left_out else ""
+
+
+def _tokens_near(records: list[StepRecord], step: int) -> list[tuple[int, dict[str, int], list[str]]]:
+    """What a picture shows of each step around that one."""
+    near = (record for record in records if step - BEFORE <= record.step <= step + AFTER)
+    return [(record.step, record.num_scheduled_tokens, record.preempted) for record in near]
+
+
+def _reasons_of(records: list[StepRecord], step: int) -> str:
+    reasons = (record.left_out for record in records if record.step == step)
+    return ", ".join(f"{request_id}: {reason}" for left in reasons for request_id, reason in left.items()) or "none"
 
 
 def _lanes(records: list[StepRecord], step: int, first: str) -> list[str]:

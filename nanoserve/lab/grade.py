@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.api.cli import FAILED
 from nanoserve.config import SEAMS
+
+if TYPE_CHECKING:
+    from nanoserve.lab.trial_loads import Load
 
 FAULT = "fault:"
 FILE_S, FAULT_S = 10.0, 120.0
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
     parser.add_argument("--scheduler", choices=SEAMS["scheduler"], help="beside a block manager (default: unified)")
     parser.add_argument("--blocks", choices=SEAMS["blocks"], help="beside a scheduler (default: shared)")
-    parser.add_argument("--record", default="", metavar="FOLDER", help="write the trace of each load there")
+    parser.add_argument("--record", metavar="FOLDER", help="write the trace of each load there")
     parser.add_argument("--hint", type=int, default=0, choices=(1, 2, 3), help="of a planted bug, from vague to plain")
     parser.add_argument("--traceback", action="store_true", help="also where an error came from")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
@@ -55,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         loads = find_loads(args.load, args.seed) if args.load else grading_loads(args.seed)
         policy = Policy(path=_path(args.policy), class_name=args.class_name)
-    if args.record:
-        Path(args.record).mkdir(parents=True, exist_ok=True)
+    folder = _record_folder(args.record, loads) if args.record is not None else ""
     with _progress(len(loads)) as advance:
         grade_ = grade(
             policy,
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             fields=_fields(args),
             time_limit_s=args.time_limit,
-            record_folder=args.record,
+            record_folder=folder,
             on_result=advance,
         )
     if args.json:
@@ -112,6 +115,23 @@ def _path(given: str) -> str:
     if not path.is_file():
         raise ValueError(f"{given} is not a file; give a Python file with a class, or {FAULT}NAME.")
     return str(path.resolve())
+
+
+def _record_folder(given: str, loads: Sequence[Load]) -> str:
+    """Absolute, made where it is missing, and one that traces can be written to."""
+    if not given:
+        raise ValueError("--record is empty; name a folder for the traces.")
+    folder = Path(given).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        for path in (folder / f"{load.name}.jsonl" for load in loads):
+            if path.exists():
+                path.open("ab").close()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ValueError(f"--record {given}: no trace can be written there ({reason}); give another folder.") from None
+    return str(folder)
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:

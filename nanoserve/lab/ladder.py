@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve import __version__
-from nanoserve.config import DEFAULT_MODEL, STAGES, EngineConfig, get_stage
+from nanoserve.config import DEFAULT_MODEL, MAX_COUNT, STAGES, EngineConfig, get_stage
 from nanoserve.lab.arrivals import Uniform, story_words
 from nanoserve.lab.charts import Setting
 from nanoserve.lab.climb import climb, climb_front_end, moving_stages, split_costs
@@ -162,17 +162,21 @@ class Climbed:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Climb, write and print; 1 when two runs emitted different tokens. ValueError for bad input."""
+    """Climb, write and print; 1 when two runs emitted different tokens. ValueError for bad input, before anything is
+    measured; what was measured is on disk before anything is drawn."""
     plan = _plan(args)
     out = args.out or Path(f"{DEFAULT_OUT}-quick" if args.quick else DEFAULT_OUT)
     out.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
     with LadderProgress(plan.num_output_tokens) as progress:
         climbed = _climb(plan, progress)
-        drawn = _draw(plan, climbed, progress) if args.charts else Drawn()
         prompts = "random token ids" if args.random_prompts else "stories in the model's own tokens"
-        report = _report(plan, climbed, machine, prompts, drawn)
-        written = write(report, drawn, out)
+        report = _report(plan, climbed, machine, prompts)
+        written = write(report, Drawn(), out)
+        if args.charts:
+            drawn = _draw(plan, climbed, progress)
+            report = replace(report, charts=list(drawn.charts), pages=drawn.names_of_pages)
+            written = write(report, drawn, out)
     show(report, written, as_json=args.json)
     return IDENTICAL if report.identical else DIFFERENT
 
@@ -206,7 +210,7 @@ def _draw(plan: Plan, climbed: Climbed, progress: LadderProgress) -> Drawn:
     return draw(plan.workloads, climbed.runs, climbed.built, served, climbed.production, setting)
 
 
-def _report(plan: Plan, climbed: Climbed, machine: Machine, prompts: str, drawn: Drawn) -> LadderReport:
+def _report(plan: Plan, climbed: Climbed, machine: Machine, prompts: str) -> LadderReport:
     loads = [report_load(workload, climbed.runs[workload.name]) for workload in plan.workloads]
     front_end = report_front_end(plan.front_end, climbed.lives, climbed.costs) if plan.front_end else None
     production = climbed.production.report if climbed.production else None
@@ -225,8 +229,8 @@ def _report(plan: Plan, climbed: Climbed, machine: Machine, prompts: str, drawn:
         left_out=plan.left_out,
         production=production,
         stories=stage_stories(climbed.built, loads, front_end, climbed.admission, production),
-        charts=list(drawn.charts),
-        pages=drawn.names_of_pages,
+        charts=[],
+        pages=[],
     )
 
 
@@ -252,7 +256,25 @@ def _stages(args: argparse.Namespace) -> dict[str, EngineConfig]:
         if resolve_platform(args.device).name != "cpu":
             return stages
         budget = CPU_BUDGET
+    else:
+        _check_budget(budget, stages)
     return {n: replace(c, max_num_batched_tokens=budget) if _cuts_prompts(c) else c for n, c in stages.items()}
+
+
+def _check_budget(budget: int, stages: Mapping[str, EngineConfig]) -> None:
+    """ValueError for what an engine would refuse, after others have been measured."""
+    cutting = {name: config for name, config in stages.items() if _cuts_prompts(config)}
+    if not cutting:
+        raise ValueError(
+            f"--max-num-batched-tokens {budget} means nothing to stages that take prompts whole ({', '.join(stages)}); "
+            "leave it out, or name a stage that cuts them (--stages)."
+        )
+    lowest = max(config.max_num_seqs for config in cutting.values())
+    if not lowest <= budget <= MAX_COUNT:
+        raise ValueError(
+            f"--max-num-batched-tokens must be >= {lowest} (max_num_seqs: a step holds one token of every running "
+            f"request) and <= {MAX_COUNT}, got {budget}."
+        )
 
 
 def _cuts_prompts(config: EngineConfig) -> bool:

@@ -20,15 +20,16 @@ from nanoserve.scheduler import BaseScheduler, ChunkedNoMixScheduler, PhaseSplit
 
 if TYPE_CHECKING:
     from nanoserve.blocks import KVCacheManager
+    from nanoserve.config import EngineConfig
 
 LAWS: Mapping[str, str] = {
-    "runs": "It takes every load, and neither raises, hangs, ends the process nor eats the memory.",
+    "runs": "It takes every load, and neither raises, hangs, ends the process, eats the memory nor changes the engine.",
     "plan": "A step keeps to budget and seats, and says truthfully why whoever gets nothing gets nothing.",
     "blocks": "Tables, reference counts, the free queue and cache hits agree, and no block has two uses.",
     "work": "Each token is computed once, unless a preemption lost it; a token comes when all known ones are computed.",
     "tokens": "Every request gets the tokens that it would get alone.",
     "progress": "Every step moves someone on, and nobody is passed over for ever.",
-    "returned": "When all have ended, every block is free again.",
+    "returned": "An abort ends its request at once, and when all have ended, every block is free again.",
 }
 
 
@@ -74,6 +75,14 @@ def broken(law: str, step: int, request: str, expected: str, got: str) -> Verdic
 
 
 # The plan
+
+
+def limits_are_kept(scheduler: BaseScheduler, config: EngineConfig, step: int) -> Verdict:
+    """A policy may take less than it is given, not help itself to more."""
+    for name, limit in (("budget", config.budget), ("max_num_seqs", config.max_num_seqs)):
+        if (taken := getattr(scheduler, name)) > limit:
+            return broken("plan", step, "", f"{name} to stay at most {limit}, as configured", f"{taken}")
+    return Verdict(law="plan")
 
 
 def plan_is_legal(plan: StepPlan, scheduler: BaseScheduler) -> Verdict:
@@ -290,10 +299,46 @@ def tokens_are_those_alone(request_id: str, step: int, num_before: int, new: lis
     return Verdict(law="tokens")
 
 
-def all_tokens_came(request_id: str, step: int, num_tokens: int, alone: list[int], reason: str) -> Verdict:
-    if num_tokens != len(alone) and reason not in ("abort", "error"):
-        return broken("tokens", step, request_id, f"{len(alone)} tokens", f"{num_tokens}, with reason {reason!r}")
+def all_tokens_came(
+    request_id: str, step: int, num_tokens: int, alone: list[int], reason: str, is_aborted: bool = False
+) -> Verdict:
+    """At its end; `reason`: as it was reported, "" where the load is over and none was. `is_aborted`: by the load."""
+    if is_aborted and reason == "abort":
+        return Verdict(law="tokens")
+    if num_tokens != len(alone) or not reason or reason == "abort":
+        got = f"{num_tokens}, with reason {reason!r}" if reason else f"{num_tokens}, and no end"
+        return broken("tokens", step, request_id, f"{len(alone)} tokens", got)
     return Verdict(law="tokens")
+
+
+def nothing_comes_after_the_end(request_id: str, step: int, end: str) -> Verdict:
+    """`end`: the reason with which it ended before this news of it."""
+    law = "returned" if end == "abort" else "tokens"
+    if end:
+        return broken(law, step, request_id, f"nothing more after its end, with reason {end!r}", "news of it")
+    return Verdict(law=law)
+
+
+def abort_is_an_end(request_id: str, scheduler: BaseScheduler, step: int) -> Verdict:
+    """In the step after an abort, and ever after, nothing holds the request."""
+    places = {
+        "waiting": scheduler.waiting,
+        "running": scheduler.running,
+        "swapped": scheduler.swapped,
+        "requests": scheduler.requests.values(),
+    }
+    for place, held in places.items():
+        if any(request.id == request_id for request in held):
+            expected = "an aborted request to be gone in the step after its abort"
+            return broken("returned", step, request_id, expected, f"it is still in {place!r}")
+    return Verdict(law="returned")
+
+
+def nothing_is_computed_for(request_id: str, plan: StepPlan) -> Verdict:
+    """An aborted request gets no tokens."""
+    if n := plan.num_scheduled_tokens.get(request_id):
+        return broken("returned", plan.step, request_id, "no tokens for an aborted request", f"{n} tokens")
+    return Verdict(law="returned")
 
 
 def blocks_came_back(blocks: KVCacheManager, last_owners: Mapping[int, str], step: int) -> Verdict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -31,6 +31,7 @@ GUARDS: Mapping[str, tuple[str, str]] = {  # of our own: function, or file where
     "persistent_batch.py": ("tokens", INPUTS),
     "runner.py": ("tokens", INPUTS),
 }
+MAX_LEN = 400  # of a message
 RUNS = ("runs", "code that runs to the end of the load")
 _NOTHING = object()
 
@@ -39,7 +40,7 @@ def explain(error: BaseException, step: int, request_ids: Sequence[str], policy_
     """`policy_file`: whose lines are named; absolute."""
     frames = list(_frames(error.__traceback__))
     law, expected = _guard(error, frames)
-    message = " ".join(str(error).split())[:400]
+    message = message_of(error)
     got = message or type(error).__name__
     if law == "runs":
         got = _no_plan(frames) or _raised(error, message)
@@ -51,8 +52,33 @@ def explain(error: BaseException, step: int, request_ids: Sequence[str], policy_
         expected=expected,
         got=got,
         where=_where(frames, policy_file),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=_told(lambda: "".join(traceback.format_exception(error))),
     )
+
+
+def message_of(error: BaseException) -> str:
+    """In one line, and not longer than can be read. Raises nothing, whatever the error's own `__str__` does."""
+    text = _told(lambda: str(error), "its message cannot be read")
+    return " ".join(text[: 10 * MAX_LEN].split())[:MAX_LEN]
+
+
+def described(error: BaseException) -> str:
+    """`KeyError: 'x'`, in one line."""
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _shown(value: object) -> str:
+    return _told(lambda: f"{value!r:.80}", f"a {type(value).__name__}")
+
+
+def _told(tell: Callable[[], str], otherwise: str = "it cannot be told") -> str:
+    """What a policy's own `__str__` or `__repr__` says, which may do anything."""
+    try:
+        text = tell()
+    except BaseException:
+        return otherwise
+    return str.__str__(text)
 
 
 def _frames(tb: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
@@ -80,7 +106,7 @@ def _no_plan(frames: list[tuple[FrameType, int]]) -> str:
     for frame, _ in frames:
         returned = frame.f_locals.get("plan", _NOTHING)
         if frame.f_code.co_name == "_launch" and returned is not _NOTHING and not isinstance(returned, StepPlan):
-            return f"schedule() returned {returned!r:.80}, which is no StepPlan"
+            return f"schedule() returned {_shown(returned)}, which is no StepPlan"
     return ""
 
 
@@ -88,10 +114,10 @@ def _raised(error: BaseException, message: str) -> str:
     if isinstance(error, MemoryError):
         return "it asked for more memory than a trial may use"
     if isinstance(error, SystemExit):
-        return f"it ended the process (exit code {error.code})"
+        return f"it ended the process (exit code {_shown(error.code)})"
     if isinstance(error, NotImplementedError) and not message:
         return "something that is not written yet"
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return described(error)
 
 
 def _request(frames: list[tuple[FrameType, int]], message: str, request_ids: Sequence[str]) -> str:
@@ -100,7 +126,7 @@ def _request(frames: list[tuple[FrameType, int]], message: str, request_ids: Seq
         return named[0]
     for frame, _ in frames:
         for name in ("request", "victim"):
-            if isinstance(request := frame.f_locals.get(name), Request):
+            if isinstance(request := frame.f_locals.get(name), Request) and request.id in request_ids:
                 return request.id
     return ""
 
@@ -121,3 +147,12 @@ def place_in(frame: FrameType, line: int, policy_file: str) -> str:
     if not policy_file or frame.f_code.co_filename != policy_file:
         return ""
     return f"{Path(policy_file).name}:{line}, in {frame.f_code.co_name}"
+
+
+def place_in_dump(dump: bytes, policy_file: str) -> str:
+    """The same, from what `faulthandler` wrote of all threads; the main one comes last."""
+    name = policy_file.encode("ascii", "backslashreplace")
+    main = dump.rpartition(b"hread 0x")[2]
+    if found := re.search(rb'^  File "' + re.escape(name) + rb'", line (\d+) in (.*)$', main, re.MULTILINE):
+        return f"{Path(policy_file).name}:{int(found[1])}, in {found[2].decode(errors='replace')}"
+    return ""

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.blocks import KVCacheManager, PrivateBlocks
+from nanoserve.lab.mishaps import described
 from nanoserve.scheduler import BaseScheduler
 
 MODULE = "nanoserve_graded_policy"
@@ -113,12 +114,16 @@ def _import(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise ValueError(f"{path.name}, line {error.lineno}: {error.msg}; the file is not valid Python.") from error
+        if error.filename not in (None, str(path)):  # of a file that it imports, or of a text that it compiles
+            raise _refused(path, error) from error
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise ValueError(f"{path.name}{where}: {error.msg}; the file is not valid Python.") from error
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f", line {lines[-1]}" if lines else ""
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise ValueError(f"{path.name}{where}: importing it ends in {what}; mend the file first.") from error
+        raise _refused(path, error) from error
     return module
+
+
+def _refused(path: Path, error: BaseException) -> ValueError:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    where = f", line {lines[-1]}" if lines else ""
+    return ValueError(f"{path.name}{where}: importing it ends in {described(error)}; mend the file first.")

@@ -7,8 +7,9 @@ the trial goes on until an error stops it. Laws: tests/test_faults_lab.py, tests
 
 from __future__ import annotations
 
+import signal
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +25,8 @@ from nanoserve.lab.memory_limit import lift_memory_limit
 from nanoserve.lab.mishaps import explain
 from nanoserve.lab.trial_config import trial_config
 from nanoserve.lab.trial_loads import Job, Load
-from nanoserve.record import ListRecorder, Observer, StepRecord, TraceHeader
+from nanoserve.lab.trial_tee import Tee
+from nanoserve.record import Observer, StepRecord
 from nanoserve.request import EngineOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class Fate:
     came_at_step: int
     fair_steps: int  # that it may wait for its first token
     num_tokens: int = 0
+    is_aborted: bool = False
     end: str = ""
 
 
@@ -121,17 +124,18 @@ class Trial:
 
     def run(self) -> Outcome:
         """To the end of everyone, or to the error that stops it. Never raises on account of the policy."""
-        recorder = _Tee(self.observer)
+        recorder = Tee(self.observer)
         core = None
         try:
             self.core = core = self._build(recorder)
             self._drive(core)
+            self._look_at_ends()
             self._judge(laws.blocks_came_back(core.scheduler.blocks, self.last_owners, self.step))
         except Stuck:
             pass
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+            if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                raise  # the user's; where none can come, it is the policy's
             if isinstance(error, MemoryError):
                 lift_memory_limit()
             verdict = explain(error, self.step, list(self.fates), self.policy_file)
@@ -168,6 +172,8 @@ class Trial:
             self.note_step(self.step)
             self._look_at_hits(core)
             outputs = core.step()
+            if core.num_steps < self.step:  # nothing was decided
+                self.num_idle += 1
             self._take_outputs(core, outputs)
             self._look_at_state(core)
             self._look_at_patience(core, limit)
@@ -184,6 +190,7 @@ class Trial:
         for request_id, fate in self.fates.items():
             after = fate.job.abort_after
             if after is not None and not fate.end and fate.num_tokens >= after and core.num_steps > fate.came_at_step:
+                fate.is_aborted = True
                 core.abort([request_id])
 
     # What the engine shows
@@ -201,7 +208,10 @@ class Trial:
         for request_id, block_ids in ({new.id: new.block_ids for new in plan.new} | plan.new_blocks).items():
             self.last_owners |= dict.fromkeys(block_ids, request_id)
         lengths = {request_id: request.num_tokens for request_id, request in scheduler.requests.items()}
+        self._judge(laws.limits_are_kept(scheduler, self.core.config, plan.step))
         self._judge(laws.plan_is_legal(plan, scheduler))
+        for request_id in self._aborted():
+            self._judge(laws.nothing_is_computed_for(request_id, plan))
         if self._judge(laws.tokens_are_known(plan, self.rows)):
             self._judge(laws.promises_are_kept(plan, scheduler, self.rows, before))
         self._judge(laws.reasons_are_true(plan, scheduler, self.rows, lengths, self.chunks))
@@ -220,15 +230,20 @@ class Trial:
     def _take_outputs(self, core: EngineCore, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             fate, new = self.fates[output.id], output.new_token_ids
+            self._judge(laws.nothing_comes_after_the_end(output.id, self.step, fate.end))
             self._judge(laws.tokens_are_those_alone(output.id, self.step, fate.num_tokens, new, fate.alone))
             fate.num_tokens += len(new)
             if reason := output.finish_reason:
                 fate.end = reason
                 row = self.rows.get(output.id)
-                self._judge(laws.all_tokens_came(output.id, self.step, fate.num_tokens, fate.alone, reason))
+                num_tokens, alone = fate.num_tokens, fate.alone
+                self._judge(laws.all_tokens_came(output.id, self.step, num_tokens, alone, reason, fate.is_aborted))
                 if reason not in ("abort", "error"):
                     num_prompt = len(fate.job.prompt)
                     self._judge(laws.work_is_accounted(output.id, row, num_prompt, fate.num_tokens, self.step))
+
+    def _aborted(self) -> list[str]:
+        return [request_id for request_id, fate in self.fates.items() if fate.is_aborted]
 
     # What is looked at between two steps
 
@@ -240,6 +255,8 @@ class Trial:
         """What has a law of its own first; the invariants then have the last word."""
         scheduler, blocks = core.scheduler, core.scheduler.blocks
         requests = list(scheduler.requests.values())
+        for request_id in self._aborted():
+            self._judge(laws.abort_is_an_end(request_id, scheduler, self.step))
         self._judge(laws.tables_are_right(requests, blocks, self.step))
         if isinstance(blocks, SharedBlocks | V0CachedBlocks):
             self._judge(laws.references_are_right(requests, blocks, self.step))
@@ -263,6 +280,12 @@ class Trial:
             hashes = request.block_hashes
             for index in range(1, len(hashes)):
                 self.chains.setdefault(hashes[index], (hashes[index - 1], request.id, index))
+
+    def _look_at_ends(self) -> None:
+        """Of those of whom nothing was heard, when the engine has no work left."""
+        for request_id, fate in self.fates.items():
+            if not fate.end:
+                self._judge(laws.all_tokens_came(request_id, self.step, fate.num_tokens, fate.alone, ""))
 
     def _look_at_patience(self, core: EngineCore, limit: int) -> None:
         alive = [fate for fate in self.fates.values() if not fate.end]
@@ -305,48 +328,3 @@ def _steps_alone(core: EngineCore, job: Job) -> int:
 
 class Stuck(Exception):
     """The load will not end."""
-
-
-class _Tee:
-    """Keeps the records, and passes them on; at the end, the steps that came to no end, with what was wrong."""
-
-    def __init__(self, observer: Observer | None) -> None:
-        self._observer = observer
-        self._list = ListRecorder()
-
-    @property
-    def records(self) -> list[StepRecord]:
-        return self._list.records
-
-    def on_start(self, header: TraceHeader) -> None:
-        if self._observer:
-            self._observer.on_start(header)
-
-    def on_step(self, record: StepRecord) -> None:
-        self._list.on_step(record)
-        if self._observer:
-            self._observer.on_step(record)
-
-    def finish(self, core: EngineCore | None, step: int, jobs: Iterable[Job], error: str) -> None:
-        """`step`: that the trial had come to; `jobs`: all that arrived; `error`: what stopped it, if anything did."""
-        if not self._observer or not core:
-            return
-        told = {request.id for record in self.records for request in record.arrivals}
-        last = self.records[-1].step if self.records else 0
-        try:
-            recent = core.recent_steps()
-        except AttributeError:  # what `schedule` returned is no plan
-            recent = []
-        rest = [msgspec.convert(plan, StepRecord) for plan in recent if plan["step"] > last]
-        if error and (rest[-1].step if rest else last) < step:  # not even decided
-            now_s = core.clock()
-            rest.append(StepRecord(step=step, start_s=now_s, launched_s=now_s, end_s=now_s, budget=core.config.budget))
-        if rest:
-            rest[0].arrivals = [job.request() for job in jobs if job.id not in told]
-            rest[-1].error = error
-        for record in rest:
-            self._observer.on_step(record)
-        self._observer.close()
-
-    def close(self) -> None:
-        pass
