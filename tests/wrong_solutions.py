@@ -101,6 +101,7 @@ WRONG: Mapping[int, list[Wrong]] = {
             '"".join(map(str, request.token_ids[start : start + self.block_size])).encode()',
         ),
         Wrong("of-the-request", "keys", "body = parent +", "body = request.id.encode() + parent +"),
+        Wrong("pythons-own", "keys", "hashlib.sha256(body).digest()", "hash(body).to_bytes(8, signed=True)"),
     ],
     6: [
         Wrong("left-in-the-queue", "counts", "self.pool.remove(block)", "pass"),

@@ -68,8 +68,8 @@ def keys_are_right(mine: type[SharedBlocks]) -> Verdict:
     for what, one, other, index, expected in _PAIRS:
         requests = {"one": {"token_ids": TOKENS, **one}, "other": {"token_ids": TOKENS, **other}}
         hashes = [_chain(blocks, name, **fields)[index] for name, fields in requests.items()]
-        if not all(isinstance(block_hash, bytes) for block_hash in hashes):
-            return broken("keys", 0, f"block {index}", "bytes", f"{hashes[0]!r:.60}")
+        if not all(isinstance(block_hash, bytes) and len(block_hash) == len(HASH_SEED) for block_hash in hashes):
+            return broken("keys", 0, f"block {index}", f"{len(HASH_SEED)} bytes of SHA-256", f"{hashes[0]!r:.60}")
         if (hashes[0] == hashes[1]) != (expected == SAME):
             got = DIFFERENT if expected == SAME else SAME
             return broken("keys", 0, f"block {index}, {what}", expected, got)
