@@ -59,6 +59,8 @@ check(4, pick_budget)
 # ## When it passes
 #
 # Halving needs 8 measurements. If you know that a step costs *a + b · tokens*, two are enough: which two, and why is the longest gap then a formula? Try it: `check` takes it as well.
+#
+# <details><summary>Answer</summary>Two whose steps are really filled, such as 32 and 128: there the longest gap is the time of a full step. This load never fills 256, so a line through 256 is too flat.</details>
 
 # %%
 show_solution(4)

@@ -89,6 +89,7 @@ WRONG: Mapping[int, list[Wrong]] = {
     4: [
         Wrong("one-too-many", "promise", "return low", "return low + 1"),
         Wrong("on-the-safe-side", "first token", "return low", "return 8"),
+        Wrong("almost-kept", "first token", "<= max_gap_ms", "< max_gap_ms"),
         Wrong("one-by-one", "thrift", "middle = (low + high + 1) // 2", "middle = low + 1"),
     ],
     5: [
