@@ -299,10 +299,11 @@ def test_history_is_honest(page: str) -> None:
 @pytest.mark.parametrize(
     ("values_ms", "labels"),
     [
-        ([5.0] * 98 + [900.0, 950.0], ["P50 5.00", "P99, max 950.0"]),
+        ([5.0] * 98 + [900.0, 950.0], ["P50 5.00", "P99 900.0, max 950.0"]),
+        ([5.0] * 97 + [950.0] * 3, ["P50 5.00", "P99, max 950.0"]),
         ([5.0] * 97 + [6.0, 6.0, 900.0], ["P50 5.00, P99 6.00", "max 900.0"]),
         ([5.0] * 97 + [60.0, 60.0, 900.0], ["P50 5.00", "P99 60.0", "max 900.0"]),
-        ([5.0] * 99 + [6.0], ["P50 5.00, P99, max 6.00"]),
+        ([5.0] * 99 + [6.0], ["P50, P99 5.00, max 6.00"]),
     ],
 )
 def test_marks_of_a_strip_that_are_near_share_a_label(values_ms: list[float], labels: list[str]) -> None:

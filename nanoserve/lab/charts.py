@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from nanoserve.lab.metrics import Activity, Spread, measure, percentile, request_times, spans
+from nanoserve.lab.metrics import Activity, Spread, measure, percentile, request_times, spans, step_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,7 +114,7 @@ def step_timeline(runs: Runs, setting: Setting) -> Figure:
     figure.axes[-1].set_xlabel("time since the first arrival (s)")
     figure.axes[-1].set_xlim(0, max(records[-1].end_s - _start_s(records) for records in runs.values()))
     _activity_legend(figure, [activity for activity in Activity if activity in seen])
-    widest = {stage: max(record.end_s - record.start_s for record in records) for stage, records in runs.items()}
+    widest = {stage: max(step_times(records)) for stage, records in runs.items()}
     steps = ", ".join(f"{stage} {width * 1e3:,.0f} ms" for stage, width in widest.items())
     caption = f"A wide cell is a long step, which all of its lanes sit through. Longest step: {steps}."
     return _finish(figure, setting, "What every request did in every step", caption)
@@ -247,14 +247,14 @@ def _strip(ax: Axes, row: int, gaps_ms: Sequence[float], look: Look) -> None:
 
 
 def _mark_labels(spread: Spread) -> list[tuple[str, float]]:
-    """What stands above the marks of a strip, and where. Those that would run into each other are one."""
-    same_end = spread.p99 > 0.8 * spread.max
-    marks = {"P50": spread.p50} | ({"P99, max": spread.max} if same_end else {"P99": spread.p99, "max": spread.max})
+    """What stands above the marks of a strip, and where. Those that would run into each other are one, each with its
+    number; equal ones share it."""
     labels: list[tuple[str, float]] = []
-    for name, value in marks.items():
-        text = f"{name} {value:,.{2 if value < 10 else 1}f}"
+    for name, value in (("P50", spread.p50), ("P99", spread.p99), ("max", spread.max)):
+        number = f" {value:,.{2 if value < 10 else 1}f}"
+        text = name + number
         if labels and value < NEAR * labels[-1][1]:
-            text = f"{labels.pop()[0]}, {text}"
+            text = f"{labels.pop()[0].removesuffix(number)}, {text}"
         labels.append((text, value))
     return labels
 
