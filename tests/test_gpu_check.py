@@ -117,7 +117,6 @@ def test_every_stage_has_its_figures_in_the_ladder(dry: Checked) -> None:
     assert computed == {"v0": 3 * (160 + 32), "v1": 160 + 6 * 32}
 
 
-@pytest.mark.slow
 def test_every_part_runs_dry(tmp_path: Path) -> None:
     done = run_check(tmp_path, "--dry", "--out", "out")
     assert done.returncode == 0, done.stderr
