@@ -217,7 +217,7 @@ def _assumptions() -> list[str]:
         f"at most {SEATS} requests at a time; budgets are the schedulers' own on a GPU: the longest request where "
         "prompts are taken whole, 2,048 tokens a step where they are cut",
         f"host: {IN_PROCESS.step_us} us a step and {IN_PROCESS.request_us:g} us a request to decide, make inputs and "
-        "launch, about what benchmarks/host_overhead.py finds of this engine with a persistent batch; taken for every "
+        "launch, assumed, not measured (benchmarks/host_overhead.py has the first two on a CPU); taken for every "
         "stage, so that none gains by it",
         f"front end: {IN_PROCESS.front_end_us:g} us for each token to detokenize and send; in one process the next "
         "step waits for it, in two it does not",
