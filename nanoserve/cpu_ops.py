@@ -1,16 +1,14 @@
 """The element-wise operations of a CPU: one call of compiled C++ each, in float32.
 
 What `TorchOps` does with a kernel for every step of the arithmetic, and a tensor between any two, is one pass over the
-numbers here. Another dtype goes to `TorchOps`. native/ops.cpp has the arithmetic and native.py gets it compiled.
-Imports torch inside functions. Laws: tests/test_cpu_ops.py.
+numbers here. native/ops.cpp has the arithmetic and native.py gets it compiled. Imports torch inside functions. Laws:
+tests/test_cpu_ops.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
-
-from nanoserve.ops import TorchOps
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +27,9 @@ class CpuOps:
     """Raises native.BuildError without a compiler. A row's result does not depend on the other rows, nor on the number
     of threads, to the last bit."""
 
+    platforms: ClassVar[tuple[str, ...]] = ("cpu",)
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+
     def __init__(self) -> None:
         import torch
 
@@ -42,12 +43,9 @@ class CpuOps:
         self._silu.argtypes = [pointer] * 2 + [integer] * 4
         self._rms_norm.restype = self._rotate.restype = self._silu.restype = None
         self._num_threads = torch.get_num_threads
-        self._dtype = torch.float32
-        self._others = TorchOps()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype is not self._dtype:
-            return self._others.rms_norm(x, weight, eps)
+        _check(x)
         x = x.contiguous()
         out, size = x.new_empty(x.shape), x.shape[-1]
         rows = x.numel() // size
@@ -56,8 +54,7 @@ class CpuOps:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if x.dtype is not self._dtype:
-            return self._others.add_rms_norm(x, residual, weight, eps)
+        _check(x)
         x, residual = _rows_apart(x), _rows_apart(residual)
         out, stream = x.new_empty(x.shape), x.new_empty(x.shape)
         pointers = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), stream.data_ptr()
@@ -77,8 +74,7 @@ class CpuOps:
         cos_TD: Tensor,
         sin_TD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        if q_THD.dtype is not self._dtype:
-            return self._others.norm_and_rotate(q_THD, k_TKD, q_weight, k_weight, eps, cos_TD, sin_TD)
+        _check(q_THD)
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         (q, q_out), (k, k_out) = _heads(q_THD, q_weight), _heads(k_TKD, k_weight)
         tokens, _, dim = q_THD.shape
@@ -86,13 +82,16 @@ class CpuOps:
         return q_out, k_out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype is not self._dtype:
-            return self._others.silu_and_mul(gate_up)
+        _check(gate_up)
         gate_up = _rows_apart(gate_up)
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, size))
         self._silu(gate_up.data_ptr(), out.data_ptr(), rows, size, gate_up.stride(0), self._num_threads())
         return out
+
+
+def _check(x: Tensor) -> None:
+    assert x.element_size() == 4, f"numbers of {x.dtype}, not of float32"
 
 
 def _rows_apart(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Filled in by the runner while it is built."""
 
     attention: str = ""  # the backend, and why this one
-    ops: str = ""
+    ops: str = ""  # those, and why
     batch: str = ""
     compile: str = "none"
     compile_s: float = 0.0

@@ -7,7 +7,7 @@ on its own. Owns no weight and knows no cache. Imports no torch. Laws: tests/tes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 class Ops(Protocol):
     """Pure: every result is a new tensor, and no argument changes. Results have the arguments' dtype."""
+
+    platforms: ClassVar[tuple[str, ...]]  # that they run on
+    dtypes: ClassVar[tuple[str, ...]]  # of the model
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last axis: x / sqrt(mean(x^2) + eps) in float32, rounded, times weight.
@@ -72,6 +75,9 @@ class OneByOne:
 class TorchOps(OneByOne):
     """Rounds after every operation, as a model written in torch does. Runs on every device."""
 
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "rocm")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         import torch.nn.functional as F
 
@@ -101,6 +107,9 @@ class TorchOps(OneByOne):
 
 class TritonOps(OneByOne):
     """One kernel each, float32 inside: the arithmetic of `TorchOps`, rounded less often."""
+
+    platforms: ClassVar[tuple[str, ...]] = ("cuda", "rocm")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
 
     def __init__(self) -> None:
         from nanoserve import kernels

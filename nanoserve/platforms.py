@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from nanoserve.allocator import release_freed_memory
 from nanoserve.attention import TorchAttention
@@ -44,6 +44,7 @@ class Platform(Protocol):
     torch_device: ClassVar[str]
     default_dtype: ClassVar[str]  # for dtype="auto"; "auto" here: the checkpoint's own
     default_attention: ClassVar[type[AttentionBackend]]
+    default_ops: ClassVar[type[Ops]]
     default_compile: ClassVar[CompileMode]
     default_graph_mode: ClassVar[GraphMode]
     graph_kind: ClassVar[str]  # what replays captured work
@@ -59,10 +60,6 @@ class Platform(Protocol):
 
     def num_threads(self, num_parameters: int) -> int:
         """CPU threads for the steps of a model of that size."""
-        ...
-
-    def default_ops(self, *, is_compiled: bool) -> type[Ops]:
-        """Fused by hand, unless a compiler will do it."""
         ...
 
     def free_bytes(self) -> int:
@@ -89,6 +86,7 @@ class CpuPlatform:
     torch_device: ClassVar[str] = "cpu"
     default_dtype: ClassVar[str] = "float32"  # 16-bit products are slower on most CPUs
     default_attention: ClassVar[type[AttentionBackend]] = CpuAttention
+    default_ops: ClassVar[type[Ops]] = CpuOps
     default_compile: ClassVar[CompileMode] = CompileMode.NONE  # half a minute of compiling, for little
     default_graph_mode: ClassVar[GraphMode] = GraphMode.FULL_AND_PIECEWISE
     graph_kind: ClassVar[str] = "stand-in: the same calls again on static memory"
@@ -110,9 +108,6 @@ class CpuPlatform:
 
             return torch.get_num_threads()
         return 1 if num_parameters < SMALL_MODEL else num_cpus()
-
-    def default_ops(self, *, is_compiled: bool) -> type[Ops]:
-        return TorchOps if is_compiled or reason_not_to_load("ops") else CpuOps
 
     def free_bytes(self) -> int:
         return available_memory()
@@ -141,6 +136,7 @@ class CudaPlatform:
     torch_device: ClassVar[str] = "cuda"
     default_dtype: ClassVar[str] = "auto"
     default_attention: ClassVar[type[AttentionBackend]] = TritonAttention
+    default_ops: ClassVar[type[Ops]] = TritonOps
     default_compile: ClassVar[CompileMode] = CompileMode.LAYERS
     default_graph_mode: ClassVar[GraphMode] = GraphMode.FULL_AND_PIECEWISE
     graph_kind: ClassVar[str] = "CUDA graphs"
@@ -157,9 +153,6 @@ class CudaPlatform:
 
     def num_threads(self, num_parameters: int) -> int:
         return 1  # it only launches
-
-    def default_ops(self, *, is_compiled: bool) -> type[Ops]:
-        return TritonOps if has_triton() and not is_compiled else TorchOps
 
     def free_bytes(self) -> int:
         import torch
@@ -246,57 +239,73 @@ def resolve_attention(
 ) -> tuple[type[AttentionBackend], str]:
     """The backend to use for a model of that dtype (None: not known before it is loaded), and why. ValueError for one
     that does not run there."""
+    return _resolve("attention", asked, platform.default_attention, TorchAttention, platform, dtype)
+
+
+def resolve_ops(
+    platform: Platform, asked: type[Ops] | None, dtype: torch.dtype | None = None, *, is_compiled: bool
+) -> tuple[type[Ops], str]:
+    """The operations to use, and why: fused by hand, unless a compiler will do it. ValueError as above, and for
+    operations that cannot be compiled."""
+    if is_compiled and asked is None:
+        return TorchOps, "the compiler fuses them"
+    ops, why = _resolve("ops", asked, platform.default_ops, TorchOps, platform, dtype)
+    if is_compiled and ops is TritonOps and interprets_triton():
+        raise ValueError("ops=TritonOps cannot be compiled while kernels are interpreted; use compile='none'.")
+    if is_compiled and ops is CpuOps:
+        raise ValueError("ops=CpuOps cannot be compiled; use compile='none', or leave it out.")
+    return ops, why
+
+
+class Kernels(Protocol):
+    """What backends and operations have in common."""
+
+    platforms: ClassVar[tuple[str, ...]]
+    dtypes: ClassVar[tuple[str, ...]]
+
+
+T = TypeVar("T", bound=Kernels)
+
+
+def _resolve(
+    seam: str, asked: type[T] | None, default: type[T], plain: type[T], platform: Platform, dtype: torch.dtype | None
+) -> tuple[type[T], str]:
+    """`plain` runs everywhere."""
     name = str(dtype).removeprefix("torch.")
     if asked is None:
-        default = platform.default_attention
         if dtype and name not in default.dtypes:
-            return TorchAttention, f"{default.__name__} is for {' and '.join(default.dtypes)}"
+            return plain, f"{default.__name__} is for {' and '.join(default.dtypes)}"
         if reason := reason_against(default):
-            return TorchAttention, f"{default.__name__} cannot run: {reason}"
+            return plain, f"{default.__name__} cannot run: {reason}"
         return default, f"the default on {platform.name}"
-    if asked is TritonAttention and not has_triton():
-        raise ValueError("attention=TritonAttention needs triton; pip install 'nanoserve[gpu]', or use TorchAttention.")
-    if platform.name not in asked.platforms and not (asked is TritonAttention and interprets_triton()):
+    chosen, instead = f"{seam}={asked.__name__}", plain.__name__
+    if _is_triton(asked) and not has_triton():
+        raise ValueError(f"{chosen} needs triton; pip install 'nanoserve[gpu]', or use {instead}.")
+    if platform.name not in asked.platforms and not (_is_triton(asked) and interprets_triton()):
         raise ValueError(
-            f"attention={asked.__name__} runs on {' and '.join(asked.platforms)}, not on {platform.name}; leave it out "
-            f"for {platform.default_attention.__name__}."
+            f"{chosen} runs on {' and '.join(asked.platforms)}, not on {platform.name}; leave it out for "
+            f"{default.__name__}."
         )
     if dtype and name not in asked.dtypes:
-        raise ValueError(
-            f"attention={asked.__name__} is for dtype={' and '.join(asked.dtypes)}, not {name}; use TorchAttention."
-        )
+        raise ValueError(f"{chosen} is for dtype={' and '.join(asked.dtypes)}, not {name}; use {instead}.")
     if reason := reason_against(asked):
         raise ValueError(
-            f"attention={asked.__name__} cannot run: {reason}; install a C++ compiler (Debian: apt install g++), set "
-            "CXX, or use TorchAttention."
+            f"{chosen} cannot run: {reason}; install a C++ compiler (Debian: apt install g++), set CXX, or use "
+            f"{instead}."
         )
     return asked, "asked for"
 
 
-def reason_against(attention: type[AttentionBackend]) -> str | None:
-    """What this machine lacks for it; None: nothing, and what it needs has been compiled."""
-    if attention is TritonAttention and not has_triton():
-        return "triton is not installed"
-    return reason_not_to_load("attention") if attention is CpuAttention else None
+def reason_against(kernels: type[Kernels]) -> str | None:
+    """What this machine lacks for them; None: nothing, and what they need has been compiled."""
+    if _is_triton(kernels):
+        return None if has_triton() else "triton is not installed"
+    name = {CpuAttention: "attention", CpuOps: "ops"}.get(kernels)
+    return reason_not_to_load(name) if name else None
 
 
-def resolve_ops(platform: Platform, asked: type[Ops] | None, *, is_compiled: bool) -> type[Ops]:
-    """The operations to use. ValueError for kernels that do not run there."""
-    if asked is TritonOps and not has_triton():
-        raise ValueError("ops=TritonOps needs triton; pip install 'nanoserve[gpu]', or use TorchOps.")
-    if asked is TritonOps and platform.name not in TritonAttention.platforms and not interprets_triton():
-        raise ValueError(
-            f"ops=TritonOps runs on {' and '.join(TritonAttention.platforms)}, not on {platform.name}; leave it out."
-        )
-    if asked is TritonOps and is_compiled and interprets_triton():
-        raise ValueError("ops=TritonOps cannot be compiled while kernels are interpreted; use compile='none'.")
-    if asked is CpuOps and platform.name != "cpu":
-        raise ValueError(f"ops=CpuOps runs on cpu, not on {platform.name}; leave it out.")
-    if asked is CpuOps and is_compiled:
-        raise ValueError("ops=CpuOps cannot be compiled; use compile='none', or leave it out.")
-    if asked is CpuOps and (reason := reason_not_to_load("ops")):
-        raise ValueError(f"ops=CpuOps cannot run: {reason}; install a C++ compiler, set CXX, or use TorchOps.")
-    return asked or platform.default_ops(is_compiled=is_compiled)
+def _is_triton(kernels: type[Kernels]) -> bool:
+    return kernels in (TritonAttention, TritonOps)
 
 
 def has_triton() -> bool:

@@ -152,7 +152,8 @@ class EagerRunner:
         dtype = platform.default_dtype if config.dtype == "auto" else config.dtype
         attention, why = resolve_attention(platform, config.attention, DTYPES.get(dtype))
         mode = CompileMode(config.compile or platform.default_compile)
-        ops = resolve_ops(platform, config.ops, is_compiled=mode is not CompileMode.NONE)
+        is_compiled = mode is not CompileMode.NONE
+        ops, ops_why = resolve_ops(platform, config.ops, DTYPES.get(dtype), is_compiled=is_compiled)
         self._model: Decoder | None = load_model(
             config.model,
             dtype=dtype,
@@ -187,7 +188,7 @@ class EagerRunner:
         self.vocab_size = self.model_config.vocab_size
         self.execution = Execution(
             attention=f"{attention.__name__} ({why})",
-            ops=ops.__name__,
+            ops=f"{ops.__name__} ({ops_why})",
             batch=config.batch.__name__,
             compile=str(mode),
             num_threads=num_threads,

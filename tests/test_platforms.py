@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 
 from nanoserve import platforms
 from nanoserve.attention import TorchAttention
 from nanoserve.compilation import CompileMode
+from nanoserve.config import EngineConfig
 from nanoserve.cpu_attention import CpuAttention
+from nanoserve.cpu_ops import CpuOps
 from nanoserve.graphs import GraphMode, GraphSupport
 from nanoserve.ops import TorchOps, TritonOps
 from nanoserve.platforms import (
@@ -21,6 +24,7 @@ from nanoserve.platforms import (
     resolve_ops,
     resolve_platform,
 )
+from nanoserve.runner import EagerRunner
 from nanoserve.triton_attention import TritonAttention
 
 
@@ -60,18 +64,19 @@ def test_every_absent_gpu_is_refused_with_what_is_there(monkeypatch):
 
 def test_every_platform_answers_the_same_questions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
-    for platform, device, dtype, attention, compile in (
-        (CpuPlatform(), "cpu", "float32", CpuAttention, CompileMode.NONE),
-        (CudaPlatform(), "cuda", "auto", TritonAttention, CompileMode.LAYERS),
-        (RocmPlatform(), "cuda", "auto", TritonAttention, CompileMode.LAYERS),
+    for platform, device, dtype, attention, ops, compile in (
+        (CpuPlatform(), "cpu", "float32", CpuAttention, CpuOps, CompileMode.NONE),
+        (CudaPlatform(), "cuda", "auto", TritonAttention, TritonOps, CompileMode.LAYERS),
+        (RocmPlatform(), "cuda", "auto", TritonAttention, TritonOps, CompileMode.LAYERS),
     ):
         assert platform.device == torch.device(device)
         assert platform.default_dtype == dtype
         assert platform.default_attention is attention
         assert platform.default_compile is compile
         assert platform.default_graph_mode is GraphMode.FULL_AND_PIECEWISE
-        assert platform.default_ops(is_compiled=True) is TorchOps  # the compiler fuses by itself
+        assert platform.default_ops is ops
         assert platform.name in attention.platforms
+        assert platform.name in ops.platforms
     assert CpuPlatform().graph_support(TorchAttention) is GraphSupport.ALWAYS  # nothing is recorded there
     assert CudaPlatform().graph_support(TorchAttention) is GraphSupport.NEVER
     assert CudaPlatform().graph_support(TritonAttention) is GraphSupport.ALWAYS
@@ -101,6 +106,72 @@ def test_every_choice_of_attention_says_why(monkeypatch):
         resolve_attention(gpu, TritonAttention)
 
 
+def test_every_choice_of_operations_says_why(monkeypatch):
+    cpu, gpu = CpuPlatform(), CudaPlatform()
+
+    def resolve(platform, asked=None, dtype=torch.float32, *, is_compiled=False):
+        return resolve_ops(platform, asked, dtype, is_compiled=is_compiled)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(platforms, "reason_not_to_load", lambda name: None)
+    assert resolve(cpu) == (CpuOps, "the default on cpu")
+    assert resolve(cpu, CpuOps) == (CpuOps, "asked for")
+    assert resolve(cpu, is_compiled=True) == (TorchOps, "the compiler fuses them")
+    for dtype in (torch.float16, torch.bfloat16):
+        assert resolve(cpu, None, dtype) == (TorchOps, "CpuOps is for float32")
+        with pytest.raises(ValueError, match=r"ops=CpuOps is for dtype=float32, not b?float16; use TorchOps"):
+            resolve(cpu, CpuOps, dtype)
+    with pytest.raises(ValueError, match="ops=CpuOps runs on cpu, not on cuda; leave it out for TritonOps"):
+        resolve(gpu, CpuOps)
+    with pytest.raises(ValueError, match="ops=CpuOps cannot be compiled; use compile='none', or leave it out"):
+        resolve(cpu, CpuOps, is_compiled=True)
+    with pytest.raises(ValueError, match="ops=TritonOps runs on cuda and rocm, not on cpu; leave it out"):
+        resolve(cpu, TritonOps)
+    assert resolve(gpu, None, torch.bfloat16) == (TritonOps, "the default on cuda")
+    assert resolve(gpu, TritonOps, is_compiled=True) == (TritonOps, "asked for")
+    monkeypatch.setattr(platforms, "reason_not_to_load", lambda name: "no C++ compiler")
+    assert resolve(cpu) == (TorchOps, "CpuOps cannot run: no C++ compiler")
+    with pytest.raises(ValueError, match=r"ops=CpuOps cannot run: no C\+\+ compiler; install"):
+        resolve(cpu, CpuOps)
+    monkeypatch.setattr(platforms, "has_triton", lambda: False)
+    assert resolve(gpu) == (TorchOps, "TritonOps cannot run: triton is not installed")
+    with pytest.raises(ValueError, match="ops=TritonOps needs triton; pip install"):
+        resolve(gpu, TritonOps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_an_engine_says_it_runs_is_what_runs(tmp_path, dtype):
+    """With numbers of every dtype: the operations that are named, and no others behind them."""
+    runner = EagerRunner(EngineConfig(model=str(write_checkpoint(tmp_path)), device="cpu", dtype=dtype))
+    assert runner.execution.ops.startswith(type(runner.model.ops).__name__)
+    assert str(runner.torch_dtype) == f"torch.{dtype}"
+    assert dtype in type(runner.model.ops).dtypes
+    assert dtype in runner._attention.backend.dtypes
+    check_only_named_operations_run(runner)
+
+
+def check_only_named_operations_run(runner: EagerRunner) -> None:
+    named, called = runner.model.ops, set()
+    for cls in (TorchOps, CpuOps):
+        original = cls.silu_and_mul
+
+        def spying(self, gate_up, cls=cls, original=original):
+            called.add(cls)
+            return original(self, gate_up)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cls, "silu_and_mul", spying)
+            named.silu_and_mul(torch.ones(2, 8, dtype=runner.torch_dtype))
+    assert called == {type(named)}, f"{type(named).__name__} was named, and {called} ran"
+
+
+def test_operations_that_hand_on_to_others_are_seen(tmp_path, monkeypatch):
+    right = CpuOps.silu_and_mul
+    monkeypatch.setattr(CpuOps, "silu_and_mul", lambda self, x: (TorchOps().silu_and_mul(x), right(self, x))[1])
+    with pytest.raises(AssertionError, match="CpuOps was named"):
+        test_what_an_engine_says_it_runs_is_what_runs(tmp_path, "float32")
+
+
 def test_a_device_of_others_is_refused_by_name():
     for device in ("tpu", "xpu", "cuda:1", ""):
         with pytest.raises(ValueError, match=f"device='{device}' is not supported; use one of auto, cpu, cuda, rocm"):
@@ -120,10 +191,3 @@ def test_every_container_limit_bounds_what_is_available(monkeypatch):
     assert available_memory() == 2**22
     texts["/sys/fs/cgroup/memory.max"] = "1000000\n"
     assert available_memory() == 10**6
-
-
-def test_kernels_for_another_device_are_refused_when_the_engine_is_built(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="ops=TritonOps runs on cuda and rocm, not on cpu; leave it out"):
-        resolve_ops(CpuPlatform(), TritonOps, is_compiled=False)
-    assert resolve_ops(CudaPlatform(), TritonOps, is_compiled=True) is TritonOps

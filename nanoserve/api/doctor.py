@@ -173,7 +173,7 @@ def _look_at_machine(checkup: Checkup, config: EngineConfig) -> None:
 
 
 def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple[Device, Memory]:
-    from nanoserve.platforms import reason_against, resolve_attention
+    from nanoserve.platforms import reason_against, resolve_attention, resolve_ops
     from nanoserve.weights import resolve_dtype
 
     wanted = platform.default_dtype if config.dtype == "auto" else config.dtype
@@ -192,15 +192,16 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
         and str(dtype).removeprefix("torch.") in cls.dtypes
         and not reason_against(cls)
     ]
-    ops = platform.default_ops(is_compiled=platform.default_compile is not CompileMode.NONE)
+    is_compiled = platform.default_compile is not CompileMode.NONE
+    ops, ops_why = resolve_ops(platform, config.ops, dtype, is_compiled=is_compiled)
     device = Device(
         name=_device_name(platform),
         why=_device_why(config.device, platform),
         dtype=str(dtype).removeprefix("torch."),
         attention=backend.__name__,
         attention_why=why + (f"; --attention offers {', '.join(others)} as well" if others else ", the only one here"),
-        execution=f"ops {ops.__name__}, compile {platform.default_compile}, graphs {platform.default_graph_mode} "
-        f"({platform.graph_kind})",
+        execution=f"ops {ops.__name__} ({ops_why}), compile {platform.default_compile}, "
+        f"graphs {platform.default_graph_mode} ({platform.graph_kind})",
     )
     memory = Memory(
         model=config.model,
