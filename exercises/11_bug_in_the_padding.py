@@ -12,7 +12,7 @@
 # About 20 minutes. This one runs the embedded model.
 
 # %%
-from nanoserve.input_batch import StepInputs
+from nanoserve.input_batch import HostInputs
 from nanoserve.lab.check import check, show_solution
 from nanoserve.lab.check_report import timeline_lines
 from nanoserve.lab.faults import run_fault
@@ -42,20 +42,20 @@ show_source(StaticInputs, "__init__")
 # %% [markdown]
 # ## Your turn
 #
-# `fill_tokens(step, size)` fills the first `size` places of three buffers for a replay:
+# `fill_tokens(inputs, size)` fills the first `size` places of three buffers for a replay:
 #
 # | buffer | a token's value | padding |
 # |---|---|---|
-# | `self.input_ids_T` | `step.input_ids_T` | id 0 |
-# | `self.positions_T` | `step.positions_T` | position 0 |
-# | `self.slot_mapping_T` | `step.attention.slot_mapping_T` | ? |
+# | `self.input_ids_T` | `inputs.input_ids_T` | id 0 |
+# | `self.positions_T` | `inputs.positions_T` | position 0 |
+# | `self.slot_mapping_T` | `inputs.slot_mapping_T` | ? |
 #
-# A step has `len(step.input_ids_T)` tokens, at most `size`.
+# A step has `len(inputs.input_ids_T)` tokens, at most `size`.
 
 
 # %%
 class MyInputs(KeepsOldSlots):
-    def fill_tokens(self, step: StepInputs, size: int) -> None:
+    def fill_tokens(self, inputs: HostInputs, size: int) -> None:
         raise NotImplementedError("about 8 lines: tokens first, then padding up to size, in all three buffers")
 
 

@@ -12,6 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
 from nanoserve.graphs import GraphSupport
+from nanoserve.native_calls import INTEGER, POINTER, Function, members
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +21,25 @@ if TYPE_CHECKING:
     from nanoserve.kv_cache import KVCache
 
 
-class Arguments(ctypes.Structure):
+class Batch(ctypes.Structure):
     """`Batch` of attention.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "query_starts", "seq_lens", "table")),
-        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "block", "head", "table_row", "threads")),
+        *members(POINTER, "q keys values out query_starts seq_lens table"),
+        *members(INTEGER, "rows heads kv_heads dim block_size"),
+        *members(INTEGER, "q_token q_head block head table_row threads"),
+    )
+
+
+class New(ctypes.Structure):
+    """`New` of attention.cpp."""
+
+    _fields_ = (
+        *members(POINTER, "k v keys values slots"),
+        *(
+            (name, INTEGER)
+            for name in ("tokens", "heads", "dim", "block_size", "k_token", "k_head", "v_token", "v_head")
+        ),
     )
 
 
@@ -43,32 +56,16 @@ class CpuAttention:
     def __init__(self) -> None:
         import torch
 
-        from nanoserve.native import load
-
-        library = load("attention")
-        self._store, self._attend = library.store, library.attend
-        self._store.restype = self._attend.restype = None
-        self._store.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 8
-        self._attend.argtypes = [ctypes.POINTER(Arguments)]
+        self._store, self._attend = Function("attention", "store"), Function("attention", "attend")
         self._num_threads = torch.get_num_threads
 
     def store(self, k_TKD: Tensor, v_TKD: Tensor, kv_cache: KVCache, layer: int, slot_mapping_T: Tensor) -> None:
         k_TKD, v_TKD, slots_T = _packed(k_TKD), _packed(v_TKD), slot_mapping_T.contiguous()
         keys, values, _ = _places(kv_cache, layer)
         _, num_heads, head_dim = k_TKD.shape
-        self._store(
-            k_TKD.data_ptr(),
-            v_TKD.data_ptr(),
-            keys,
-            values,
-            slots_T.data_ptr(),
-            len(slots_T),
-            num_heads,
-            head_dim,
-            kv_cache.block_size,
-            *k_TKD.stride()[:2],
-            *v_TKD.stride()[:2],
-        )
+        pointers = k_TKD.data_ptr(), v_TKD.data_ptr(), keys, values, slots_T.data_ptr()
+        strides = *k_TKD.stride()[:2], *v_TKD.stride()[:2]
+        self._store(New(*pointers, len(slots_T), num_heads, head_dim, kv_cache.block_size, *strides))
 
     def attend(self, q_THD: Tensor, kv_cache: KVCache, layer: int, batch: AttentionBatch) -> Tensor:
         out_THD = q_THD.new_zeros(q_THD.shape)
@@ -78,7 +75,7 @@ class CpuAttention:
         _, num_heads, head_dim = q_THD.shape
         q_token, q_head, _ = q_THD.stride()
         self._attend(
-            Arguments(
+            Batch(
                 q_THD.data_ptr(),
                 keys,
                 values,

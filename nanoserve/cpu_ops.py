@@ -8,19 +8,53 @@ tests/test_cpu_ops.py.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
+from nanoserve.native_calls import FLOAT, INTEGER, POINTER, Function, members
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
-class Heads(ctypes.Structure):
-    """`Heads` of ops.cpp."""
+class Norm(ctypes.Structure):
+    """`Norm` of ops.cpp; so are the others below."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
-        *((name, ctypes.c_int64) for name in ("count", "token", "head")),
+        *members(POINTER, "x residual weight out stream"),
+        *members(INTEGER, "rows size x_row residual_row threads"),
+        ("eps", FLOAT),
     )
+
+
+class Angles(ctypes.Structure):
+    _fields_ = (
+        *members(POINTER, "positions frequencies cos sin"),
+        *members(INTEGER, "tokens count"),
+        ("factor", FLOAT),
+    )
+
+
+class Heads(ctypes.Structure):
+    _fields_ = (*members(POINTER, "x weight out"), *members(INTEGER, "count token head"))
+
+
+class Rotation(ctypes.Structure):
+    _fields_ = (
+        *members(Heads, "q k"),
+        *members(POINTER, "cos sin"),
+        *members(INTEGER, "tokens dim threads"),
+        ("eps", FLOAT),
+    )
+
+
+class Gated(ctypes.Structure):
+    _fields_ = (*members(POINTER, "x out"), *members(INTEGER, "rows size x_row threads"))
+
+
+class LookUp(ctypes.Structure):
+    _fields_ = (*members(POINTER, "table ids out"), *members(INTEGER, "tokens size width"))
 
 
 class CpuOps:
@@ -33,24 +67,16 @@ class CpuOps:
     def __init__(self) -> None:
         import torch
 
-        from nanoserve.native import load
-
-        library = load("ops")
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._rms_norm, self._rotate, self._silu = library.rms_norm, library.rotate, library.silu_and_mul
-        self._rms_norm.argtypes = [pointer] * 5 + [integer] * 4 + [ctypes.c_float, integer]
-        self._rotate.argtypes = [ctypes.POINTER(Heads)] * 2 + [pointer] * 2 + [integer] * 2 + [ctypes.c_float, integer]
-        self._silu.argtypes = [pointer] * 2 + [integer] * 4
-        self._rms_norm.restype = self._rotate.restype = self._silu.restype = None
+        names = "rms_norm", "angles", "rotate", "silu_and_mul"
+        self._rms_norm, self._angles, self._rotate, self._silu = (Function("ops", name) for name in names)
         self._num_threads = torch.get_num_threads
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         _check(x)
         x = x.contiguous()
         out, size = x.new_empty(x.shape), x.shape[-1]
-        rows = x.numel() // size
         pointers = x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None
-        self._rms_norm(*pointers, rows, size, size, 0, eps, self._num_threads())
+        self._rms_norm(Norm(*pointers, x.numel() // size, size, size, 0, self._num_threads(), eps))
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -58,8 +84,19 @@ class CpuOps:
         x, residual = _rows_apart(x), _rows_apart(residual)
         out, stream = x.new_empty(x.shape), x.new_empty(x.shape)
         pointers = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), stream.data_ptr()
-        self._rms_norm(*pointers, *x.shape, x.stride(0), residual.stride(0), eps, self._num_threads())
+        self._rms_norm(Norm(*pointers, *x.shape, x.stride(0), residual.stride(0), self._num_threads(), eps))
         return out, stream
+
+    def angles(
+        self, positions_T: Tensor, frequencies_D: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        positions_T, frequencies_D = positions_T.contiguous(), frequencies_D.contiguous()
+        _check(frequencies_D)
+        size = len(positions_T), len(frequencies_D)
+        cos_TD, sin_TD = frequencies_D.new_empty(size), frequencies_D.new_empty(size)
+        pointers = (x.data_ptr() for x in (positions_T, frequencies_D, cos_TD, sin_TD))
+        self._angles(Angles(*pointers, *size, factor))
+        return cos_TD, sin_TD
 
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm_and_rotate(q_THD, k_TKD, None, None, 0.0, cos_TD, sin_TD)
@@ -78,7 +115,7 @@ class CpuOps:
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         (q, q_out), (k, k_out) = _heads(q_THD, q_weight), _heads(k_TKD, k_weight)
         tokens, _, dim = q_THD.shape
-        self._rotate(q, k, cos_TD.data_ptr(), sin_TD.data_ptr(), tokens, dim, eps, self._num_threads())
+        self._rotate(Rotation(q, k, cos_TD.data_ptr(), sin_TD.data_ptr(), tokens, dim, self._num_threads(), eps))
         return q_out, k_out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -86,8 +123,20 @@ class CpuOps:
         gate_up = _rows_apart(gate_up)
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, size))
-        self._silu(gate_up.data_ptr(), out.data_ptr(), rows, size, gate_up.stride(0), self._num_threads())
+        self._silu(Gated(gate_up.data_ptr(), out.data_ptr(), rows, size, gate_up.stride(0), self._num_threads()))
         return out
+
+
+def look_up(table: Tensor, ids_T: Tensor, out_TE: Tensor, width: int = 1) -> None:
+    """Rows of a float32 table, by ids that are in range; of a table in panels [P, E, width] as packed_linear.py has."""
+    _check(table)
+    ids_T = ids_T.contiguous()
+    _look_up()(LookUp(table.data_ptr(), ids_T.data_ptr(), out_TE.data_ptr(), *out_TE.shape, width))
+
+
+@cache
+def _look_up() -> Function:
+    return Function("ops", "look_up")
 
 
 def _check(x: Tensor) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nanoserve.config import EngineConfig
 
-Replay = Callable[[StepInputs], None]
+Replay = Callable[[HostInputs, "Tensor | None"], StepInputs]  # of a step, with what the one before sampled
 NO_GRAPHS = Dispatcher(GraphMode.NONE, (), 0)
 PROVISIONAL_BLOCKS = 2**31  # a pool that no limit of a config is too large for
 
@@ -80,7 +80,7 @@ class GraphRunner(EagerRunner):
             self._make_static(config)
             self._graphs = {key: self._whole(key) if is_whole(key) else self._pieces(key) for key in dispatcher.keys}
         self.execution.graph_mode = str(self._mode)
-        self.execution.graph_kind = self._platform.graph_kind
+        self.execution.graph_kind = self._capture.kind
         self.execution.graph_sizes = list(dispatcher.sizes)
 
     def _make_static(self, config: EngineConfig) -> None:
@@ -102,12 +102,11 @@ class GraphRunner(EagerRunner):
                 f"than {self._device.type} has; lower graph_sizes or max_num_seqs, or use graph_mode='none'."
             ) from error
 
-    def _warm_up(self, step: StepInputs) -> None:
-        super()._warm_up(step)
-        size = len(step.input_ids_T)
-        for key in {self.dispatcher.dispatch(size, is_uniform) for is_uniform in (True, False)}:
+    def _warm_up(self, inputs: HostInputs) -> None:
+        super()._warm_up(inputs)
+        for key in {self.dispatcher.dispatch(inputs.num_tokens, is_uniform) for is_uniform in (True, False)}:
             if key is not None:
-                self._graphs[key](step)
+                self._graphs[key](inputs, None)
 
     @property
     def _static_bytes(self) -> int:
@@ -124,7 +123,7 @@ class GraphRunner(EagerRunner):
         """The pass with its attention calls as one graph."""
         static, size = self._static, key.size
         batch = static.batch(key)
-        ids_T, positions_T = static.input_ids_T[:size], static.positions_T[:size]
+        ids_T, positions_T, _ = static.tokens(size)
         hidden_TE = self._activations.hidden_TE[:size]
 
         def run() -> None:
@@ -133,10 +132,14 @@ class GraphRunner(EagerRunner):
 
         replay = self._capture(run)
 
-        def replay_step(step: StepInputs) -> None:
-            static.fill_tokens(step, size)
-            static.fill_rows(step, key, batch)
+        def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> StepInputs:
+            static.fill_tokens(inputs, size)
+            static.fill_rows(inputs, key, batch)
+            static.send()
+            step = inputs.in_place(ids_T, positions_T, batch)
+            step.take_in_flight(sampled_ids_S)
             replay()
+            return step
 
         return replay_step
 
@@ -144,7 +147,7 @@ class GraphRunner(EagerRunner):
         """Everything between the attention calls as a graph each; attention runs as it is, on the step's own rows."""
         static, size, model = self._static, key.size, self.model
         pieces, layers, last = model.pieces, model.layers, len(model.layers) - 1
-        ids_T, positions_T = static.input_ids_T[:size], static.positions_T[:size]
+        ids_T, positions_T, slots_T = static.tokens(size)
         flow = self._activations.view(size)
         attended_THD, hidden_TE = self._activations.attended_THD[:size], self._activations.hidden_TE[:size]
         attention = self._attention
@@ -160,13 +163,18 @@ class GraphRunner(EagerRunner):
 
         enter, *rest = [self._capture(run) for run in (first, *(partial(cross, i) for i in range(last)), end)]
 
-        def replay_step(step: StepInputs) -> None:
-            static.fill_tokens(step, size)
-            attention.batch = replace(step.attention, slot_mapping_T=static.slot_mapping_T[:size])
+        def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> StepInputs:
+            static.fill_tokens(inputs, size)
+            static.send()
+            own = inputs.to(ids_T.device)
+            attention.batch = replace(own.attention, slot_mapping_T=slots_T)
+            step = inputs.in_place(ids_T, positions_T, attention.batch)
+            step.take_in_flight(sampled_ids_S)
             enter()
             for layer, leave in enumerate(rest):
                 attended_THD.copy_(attention(layer, *flow.qkv))
                 leave()
+            return step
 
         return replay_step
 
@@ -176,9 +184,7 @@ class GraphRunner(EagerRunner):
     def _forward(self, inputs: HostInputs, key: GraphKey | None) -> tuple[Tensor, Tensor]:
         if key is None:
             return super()._forward(inputs, key)
-        step = inputs.to(self._device)
-        step.take_in_flight(self._sampled_ids_S)
-        self._graphs[key](step)
+        step = self._graphs[key](inputs, self._sampled_ids_S)
         return self._activations.hidden_TE[: inputs.num_tokens], step.sampling_index_S
 
     def close(self) -> None:

@@ -58,9 +58,6 @@ class HostInputs:
 
     def to(self, device: torch.device) -> StepInputs:
         """On the device, in one transfer."""
-        import numpy as np
-        import torch
-
         arrays = (
             self.input_ids_T,
             self.positions_T,
@@ -70,10 +67,9 @@ class HostInputs:
             self.sampling_index_S,
             self.in_flight_T,
             self.in_flight_S,
-            self.block_table_RB,
+            self.block_table_RB.ravel(),
         )
-        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device, non_blocking=True)
-        parts = flat.split([array.size for array in arrays])
+        parts = _send(arrays, device)
         ids_T, positions_T, slots_T, starts_R1, seq_lens_R, index_S, in_flight_T, in_flight_S, table = parts
         attention = AttentionBatch(
             query_start_loc_R1=starts_R1,
@@ -84,6 +80,19 @@ class HostInputs:
             seq_lens=self.seq_lens_R.tolist(),
         )
         return StepInputs(ids_T, positions_T, attention, index_S, in_flight_T, in_flight_S)
+
+    def in_place(self, ids_T: Tensor, positions_T: Tensor, attention: AttentionBatch) -> StepInputs:
+        """The same, where these tensors hold tokens and rows already, perhaps with more behind them."""
+        arrays = self.sampling_index_S, self.in_flight_T, self.in_flight_S
+        return StepInputs(ids_T, positions_T, attention, *_send(arrays, ids_T.device))
+
+
+def _send(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
+    import numpy as np
+    import torch
+
+    flat = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+    return flat.split([array.size for array in arrays])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

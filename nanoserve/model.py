@@ -217,12 +217,9 @@ class Decoder(nn.Module):
         return pieces.last(attend(last, *flow.qkv), flow)
 
     def first(self, input_ids_T: Tensor, positions_T: Tensor) -> Flow:
-        angles_TD = positions_T[:, None].float() * self.inv_freq
-        cos_TD = (angles_TD.cos() * self.config.rope.attention_factor).to(self.dtype)
-        sin_TD = (angles_TD.sin() * self.config.rope.attention_factor).to(self.dtype)
-        tied = self.config.tied_head
+        layer, ops, rope, tied = self.layers[0], self.ops, self.config.rope, self.config.tied_head
+        cos_TD, sin_TD = ops.angles(positions_T, self.inv_freq, rope.attention_factor, self.dtype)
         residual_TE = self.head.look_up(input_ids_T) if tied else F.embedding(input_ids_T, self.embed)
-        layer, ops = self.layers[0], self.ops
         x_TE = ops.rms_norm(residual_TE, layer.attention_norm.weight, layer.attention_norm.eps)
         return Flow(*layer.enter(x_TE, cos_TD, sin_TD, ops), residual_TE, cos_TD, sin_TD)
 

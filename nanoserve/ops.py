@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -28,6 +29,12 @@ class Ops(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual): what the next product reads, and the stream that goes on."""
+        ...
+
+    def angles(
+        self, positions_T: Tensor, frequencies_D: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, times `factor`, of each position times each frequency in radians: float32, then rounded."""
         ...
 
     def rotate(self, q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +60,13 @@ class Ops(Protocol):
 
 
 class OneByOne:
-    """A pair of operations as each of them alone."""
+    """A pair of operations as each of them alone, and what is done once for all layers as torch does it."""
+
+    def angles(
+        self, positions_T: Tensor, frequencies_D: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        angles_TD = positions_T[:, None].float() * frequencies_D
+        return (angles_TD.cos() * factor).to(dtype), (angles_TD.sin() * factor).to(dtype)
 
     def norm_and_rotate(
         self: Ops,

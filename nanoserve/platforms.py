@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
@@ -34,7 +33,19 @@ CPU_POOL_SHARE = 0.5  # of what is available: the rest of the machine wants to l
 SMALL_MODEL = 10_000_000  # parameters
 GPU_POOL_SHARE = 0.85  # of what is free once the weights are loaded: activations take the rest
 PLATFORM_NAMES = ("auto", "cpu", "cuda", "rocm")
-Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of work on static memory: its replay
+
+
+class GraphPool(Protocol):
+    """Captures work on static memory; what all its graphs need beside that, they share."""
+
+    @property
+    def kind(self) -> str:
+        """What its replays are."""
+        ...
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The replay of `run`."""
+        ...
 
 
 class Platform(Protocol):
@@ -72,13 +83,7 @@ class Platform(Protocol):
 
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport: ...
 
-    def graph_pool(self) -> Capture:
-        """What captures work on static memory and returns its replay; all graphs of a pool share their memory."""
-        ...
-
-    def queue(self, num_threads: int) -> Executor | None:
-        """What runs steps in order while the host goes on; None: the device has such a queue of its own."""
-        ...
+    def graph_pool(self) -> GraphPool: ...
 
 
 class CpuPlatform:
@@ -89,7 +94,7 @@ class CpuPlatform:
     default_ops: ClassVar[type[Ops]] = CpuOps
     default_compile: ClassVar[CompileMode] = CompileMode.NONE  # half a minute of compiling, for little
     default_graph_mode: ClassVar[GraphMode] = GraphMode.FULL_AND_PIECEWISE
-    graph_kind: ClassVar[str] = "stand-in: the same calls again on static memory"
+    graph_kind: ClassVar[str] = "recorded calls of compiled code"
     launches: ClassVar[bool] = False
 
     @property
@@ -118,17 +123,10 @@ class CpuPlatform:
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
         return GraphSupport.ALWAYS  # nothing is recorded: a backend may look at the batch each time
 
-    def graph_pool(self) -> Capture:
-        return lambda run: run
+    def graph_pool(self) -> GraphPool:
+        from nanoserve.cpu_graphs import CpuGraphPool
 
-    def queue(self, num_threads: int) -> Executor | None:
-        """A thread: what computes lets go of the interpreter lock. But None where the steps have every processor: the
-        host would take one from them, and they would wait for each other at every operation."""
-        import torch
-
-        if num_threads >= num_cpus():
-            return None
-        return ThreadPoolExecutor(1, "nanoserve-step", torch.set_num_threads, (num_threads,))
+        return CpuGraphPool()
 
 
 class CudaPlatform:
@@ -171,11 +169,8 @@ class CudaPlatform:
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
         return attention.graph_support
 
-    def graph_pool(self) -> Capture:
-        return CudaGraphPool()
-
-    def queue(self, num_threads: int) -> Executor | None:
-        return None
+    def graph_pool(self) -> GraphPool:
+        return CudaGraphPool(self.graph_kind)
 
 
 class RocmPlatform(CudaPlatform):
@@ -189,9 +184,10 @@ class CudaGraphPool:
     """Captures on a stream of its own. Without `torch.cuda.graph`, which collects garbage at each of the thousand or
     so captures that a model in pieces needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         import torch
 
+        self.kind = kind
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 

@@ -8,8 +8,7 @@ before still runs: what it sampled stays on the device. Imports torch inside fun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from nanoserve.compilation import CompileMode
@@ -83,13 +82,13 @@ class LaunchedStep:
 
     def __init__(
         self,
-        work: Future[Sampled | None],
+        sampled: Sampled | None,
         batch: InputBatch,
         inputs: HostInputs | None,
         prompt_scores: dict[str, list[TokenLogprobs | None]],
         cost: StepCost,
     ) -> None:
-        self._work = work
+        self._sampled = sampled
         self._batch = batch
         self._inputs = inputs
         self._prompt_scores = prompt_scores
@@ -102,7 +101,7 @@ class LaunchedStep:
         return self._result
 
     def _fetch(self) -> StepResult:
-        sampled, inputs = self._work.result(), self._inputs
+        sampled, inputs = self._sampled, self._inputs
         if sampled is None or inputs is None:
             return StepResult({}, cost=self._cost)
         token_ids = sampled.token_ids
@@ -180,7 +179,6 @@ class EagerRunner:
         self.model_config = self._model.config
         num_threads = config.num_threads or platform.num_threads(self.model_config.num_parameters)
         torch.set_num_threads(num_threads)
-        self._queue = platform.queue(num_threads) if config.async_scheduling else None
         self.torch_dtype = self._model.dtype
         self.device = platform.name
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
@@ -228,12 +226,12 @@ class EagerRunner:
         start_s = time.perf_counter()
         with torch.inference_mode(), failed_compiler_refused(self._compile_mode):
             for num_tokens in (1, min(8, config.budget)):
-                self._warm_up(padding_inputs(num_tokens).to(self._device))
+                self._warm_up(padding_inputs(num_tokens))
         self.execution.compile_s += time.perf_counter() - start_s
 
-    def _warm_up(self, step: StepInputs) -> None:
+    def _warm_up(self, inputs: HostInputs) -> None:
         """Every way to run such a step."""
-        self._pass(step)
+        self._pass(inputs.to(self._device))
 
     @property
     def cache(self) -> KVCache:
@@ -261,25 +259,18 @@ class EagerRunner:
         key = self._dispatch(inputs) if inputs else None
         to_score = self._scores.find(inputs) if inputs else []
         host_s = time.perf_counter() - start_s
-        work = self._submit(self._run, plan.copies, inputs, key, to_score)
+        sampled = self._run(plan.copies, inputs, key, to_score)
         if self._platform.launches:
             host_s = time.perf_counter() - start_s
         ended = self._scores.take(inputs.sampling_ids) if inputs else {}
         num_padding = key.size - inputs.num_tokens if inputs and key else 0
         cost = StepCost(host_s, str(key or ""), num_padding)
-        self._last = LaunchedStep(work, batch, inputs, {i: prompt.scores for i, prompt in ended.items()}, cost)
+        self._last = LaunchedStep(sampled, batch, inputs, {i: prompt.scores for i, prompt in ended.items()}, cost)
         return self._last
 
     def _dispatch(self, inputs: HostInputs) -> GraphKey | None:
         """The graph that a step replays, if any."""
         return None
-
-    def _submit(self, run: Callable[..., Sampled | None], *args: Any) -> Future[Sampled | None]:
-        if self._queue is not None:
-            return self._queue.submit(run, *args)
-        done: Future[Sampled | None] = Future()
-        done.set_result(run(*args))
-        return done
 
     def _run(
         self,
@@ -318,6 +309,4 @@ class EagerRunner:
         return self.model(step.input_ids_T, step.positions_T, self._attend)
 
     def close(self) -> None:
-        if self._queue is not None:
-            self._queue.shutdown(wait=True, cancel_futures=True)
         self._model = self._batch = self._last = self._attention.cache = None

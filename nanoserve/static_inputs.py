@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoserve.checkpoint import ModelConfig
-    from nanoserve.input_batch import StepInputs
+    from nanoserve.input_batch import HostInputs
     from nanoserve.model import Flow
 
 NOT_STORED = -1  # slot of a padding token
@@ -25,70 +25,83 @@ NULL_BLOCK = 0
 
 
 class StaticInputs:
-    """What a step's tokens and rows are, padded. Padding tokens have id 0, position 0 and slot -1; padding rows have
-    key length 0, and a table of nothing but the null block."""
+    """What a step's tokens and rows are, padded: written by the host as arrays, read by graphs as tensors. On a CPU
+    both are the same memory.
+
+    Padding tokens have id 0, position 0 and slot -1; padding rows have key length 0, and a table of nothing but the
+    null block.
+    """
 
     def __init__(self, *, num_tokens: int, num_rows: int, num_blocks: int, device: torch.device) -> None:
+        import numpy as np
         import torch
 
-        def integers(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int64, device=device)
-
-        self.input_ids_T = integers(num_tokens)
-        self.positions_T = integers(num_tokens)
-        self.slot_mapping_T = integers(num_tokens, value=NOT_STORED)
-        self.query_start_loc_R1 = integers(num_rows + 1)
-        self.seq_lens_R = integers(num_rows)
-        self.block_table_RB = integers(num_rows, num_blocks, value=NULL_BLOCK)
-        self.counting_R1 = torch.arange(num_rows + 1, device=device)
+        sizes = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows)
+        numbers = torch.zeros(sum(sizes), dtype=torch.int64)
+        arrays = np.split(numbers.numpy(), np.cumsum(sizes)[:-1])
+        self.input_ids_T, self.positions_T, self.slot_mapping_T, self.query_start_loc_R1, self.seq_lens_R = arrays
+        self.slot_mapping_T[:] = NOT_STORED
+        self._numbers, self._numbers_there = numbers, numbers.to(device)
+        self._there = self._numbers_there.split(sizes)
+        self._table_there = torch.full((num_rows, num_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
 
     def num_rows(self, key: GraphKey) -> int:
         return key.size if key.is_uniform else len(self.seq_lens_R)
 
+    def tokens(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, positions and slots, as a graph of that size reads them."""
+        ids_T, positions_T, slots_T, _, _ = self._there
+        return ids_T[:size], positions_T[:size], slots_T[:size]
+
     def batch(self, key: GraphKey) -> AttentionBatch:
-        """What a graph of the whole pass tells attention: views of the buffers, and lists that `fill` keeps true."""
+        """What a graph of the whole pass tells attention: as it reads it, and lists that `fill_rows` keeps true."""
         rows = self.num_rows(key)
+        _, _, slots_T, starts_R1, seq_lens_R = self._there
         return AttentionBatch(
-            query_start_loc_R1=self.query_start_loc_R1[: rows + 1],
-            seq_lens_R=self.seq_lens_R[:rows],
-            block_table_RB=self.block_table_RB[:rows],
-            slot_mapping_T=self.slot_mapping_T[: key.size],
+            query_start_loc_R1=starts_R1[: rows + 1],
+            seq_lens_R=seq_lens_R[:rows],
+            block_table_RB=self._table_there[:rows],
+            slot_mapping_T=slots_T[: key.size],
             query_starts=[0] * (rows + 1),
             seq_lens=[0] * rows,
         )
 
-    def fill_tokens(self, step: StepInputs, size: int) -> None:
-        num_tokens = len(step.input_ids_T)
+    def fill_tokens(self, inputs: HostInputs, size: int) -> None:
+        num_tokens = len(inputs.input_ids_T)
         assert num_tokens <= size, f"{num_tokens} tokens do not fit a graph of {size}"
         for buffer, tokens, padding in (
-            (self.input_ids_T, step.input_ids_T, 0),
-            (self.positions_T, step.positions_T, 0),
-            (self.slot_mapping_T, step.attention.slot_mapping_T, NOT_STORED),
+            (self.input_ids_T, inputs.input_ids_T, 0),
+            (self.positions_T, inputs.positions_T, 0),
+            (self.slot_mapping_T, inputs.slot_mapping_T, NOT_STORED),
         ):
             buffer[:num_tokens] = tokens
             buffer[num_tokens:size] = padding
 
-    def fill_rows(self, step: StepInputs, key: GraphKey, batch: AttentionBatch) -> None:
+    def fill_rows(self, inputs: HostInputs, key: GraphKey, batch: AttentionBatch) -> None:
         """Padding rows have one of the padding tokens each, if that is what rows have in this graph, else none."""
-        source = step.attention
-        used, width = source.block_table_RB.shape
-        rows, num_tokens = self.num_rows(key), len(step.input_ids_T)
-        self.query_start_loc_R1[: used + 1] = source.query_start_loc_R1
-        self.query_start_loc_R1[used + 1 : rows + 1] = (
-            self.counting_R1[used + 1 : rows + 1] if key.is_uniform else num_tokens
-        )
-        self.seq_lens_R[:used] = source.seq_lens_R
+        import numpy as np
+        import torch
+
+        used, width = inputs.block_table_RB.shape
+        rows, num_tokens = self.num_rows(key), len(inputs.input_ids_T)
+        self.query_start_loc_R1[: used + 1] = inputs.query_start_loc_R1
+        self.query_start_loc_R1[used + 1 : rows + 1] = np.arange(used + 1, rows + 1) if key.is_uniform else num_tokens
+        self.seq_lens_R[:used] = inputs.seq_lens_R
         self.seq_lens_R[used:rows] = 0
-        self.block_table_RB[:used, :width] = source.block_table_RB
-        self.block_table_RB[used:rows] = NULL_BLOCK
-        batch.query_starts[: used + 1] = source.query_starts
-        batch.query_starts[used + 1 :] = range(used + 1, rows + 1) if key.is_uniform else [num_tokens] * (rows - used)
-        batch.seq_lens[:used] = source.seq_lens
-        batch.seq_lens[used:] = [0] * (rows - used)
+        self._table_there[:used, :width] = torch.from_numpy(inputs.block_table_RB)
+        if used < rows:
+            self._table_there[used:rows] = NULL_BLOCK
+        batch.query_starts[:] = self.query_start_loc_R1[: rows + 1].tolist()
+        batch.seq_lens[:] = self.seq_lens_R[:rows].tolist()
+
+    def send(self) -> None:
+        """What was filled in, to where graphs read it."""
+        if self._numbers_there is not self._numbers:
+            self._numbers_there.copy_(self._numbers)
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(*vars(self).values())
+        return _num_bytes(self._numbers_there, self._table_there)
 
 
 class StaticActivations:

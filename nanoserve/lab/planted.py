@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from nanoserve.config import EngineConfig
-    from nanoserve.input_batch import StepInputs
 
 # Blocks
 
@@ -138,10 +137,10 @@ class KeysOfThePromptOnly(PersistentBatch):
 class KeepsOldSlots(StaticInputs):
     """Padding tokens keep the slots that an earlier, longer step left in their places."""
 
-    def fill_tokens(self, step: StepInputs, size: int) -> None:
-        before = self.slot_mapping_T.clone()
-        super().fill_tokens(step, size)
-        num_tokens = len(step.input_ids_T)
+    def fill_tokens(self, inputs: HostInputs, size: int) -> None:
+        before = self.slot_mapping_T.copy()
+        super().fill_tokens(inputs, size)
+        num_tokens = len(inputs.input_ids_T)
         self.slot_mapping_T[num_tokens:size] = before[num_tokens:size]
 
 

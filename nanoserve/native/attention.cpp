@@ -197,14 +197,21 @@ struct Tile {
     }
 };
 
-extern "C" void store(const float *k, const float *v, float *keys, float *values, const int64_t *slots, int64_t tokens,
-                      int64_t heads, int64_t dim, int64_t block_size, int64_t k_token, int64_t k_head, int64_t v_token,
-                      int64_t v_head) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads && slots[t] >= 0; h++) {
-            int64_t at = ((slots[t] / block_size * heads + h) * block_size + slots[t] % block_size) * dim;
-            memcpy(keys + at, k + t * k_token + h * k_head, dim * sizeof(float));
-            memcpy(values + at, v + t * v_token + h * v_head, dim * sizeof(float));
+struct New {  // keys and values of a step's tokens; slot -1: not stored
+    const float *k, *v;
+    float *keys, *values;
+    const int64_t *slots;
+    int64_t tokens, heads, dim, block_size, k_token, k_head, v_token, v_head;
+};
+
+extern "C" void store(const New *tokens) {
+    const New &n = *tokens;
+    for (int64_t t = 0; t < n.tokens; t++)
+        for (int64_t h = 0; h < n.heads && n.slots[t] >= 0; h++) {
+            const int64_t block = n.slots[t] / n.block_size, place = n.slots[t] % n.block_size;
+            const int64_t at = ((block * n.heads + h) * n.block_size + place) * n.dim;
+            memcpy(n.keys + at, n.k + t * n.k_token + h * n.k_head, n.dim * sizeof(float));
+            memcpy(n.values + at, n.v + t * n.v_token + h * n.v_head, n.dim * sizeof(float));
         }
 }
 

@@ -1,6 +1,7 @@
 // The element-wise operations between a decoder's products, in float32: what `Ops` in ops.py asks for.
 //
 // Each reads and writes every number once. Rows are computed by themselves, in the same order of sums in any company.
+// A function takes one structure, so that a call can be kept and made again; strides are in numbers.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -28,27 +29,50 @@ static inline float inverse_size(const float *x, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum / float(size) + eps);
 }
 
-// residual: null, or what x is added to; the sum goes to `stream`.
-extern "C" void rms_norm(const float *x, const float *residual, const float *weight, float *out, float *stream,
-                         int64_t rows, int64_t size, int64_t x_row, int64_t residual_row, float eps, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > SMALL_WORK)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *from = x + r * x_row;
-        float *to = out + r * size;
-        if (residual) {
-            const float *old = residual + r * residual_row;
-            float *sum = stream + r * size;
+struct Norm {
+    const float *x, *residual, *weight;  // residual: null, or what x is added to; the sum goes to `stream`
+    float *out, *stream;
+    int64_t rows, size, x_row, residual_row, threads;
+    float eps;
+};
+
+extern "C" void rms_norm(const Norm *norm) {
+    const Norm &n = *norm;
+#pragma omp parallel for schedule(static) num_threads(n.threads) if (n.rows * n.size > SMALL_WORK)
+    for (int64_t r = 0; r < n.rows; r++) {
+        const float *from = n.x + r * n.x_row;
+        float *to = n.out + r * n.size;
+        if (n.residual) {
+            const float *old = n.residual + r * n.residual_row;
+            float *sum = n.stream + r * n.size;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sum[i] = old[i] + from[i];
+            for (int64_t i = 0; i < n.size; i++) sum[i] = old[i] + from[i];
             from = sum;
         }
-        const float scale = inverse_size(from, size, eps);
+        const float scale = inverse_size(from, n.size, n.eps);
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) to[i] = from[i] * scale * weight[i];
+        for (int64_t i = 0; i < n.size; i++) to[i] = from[i] * scale * n.weight[i];
     }
 }
 
-struct Heads {  // of the queries, or of the keys: strides are in numbers, results lie side by side
+struct Angles {  // radians: a token's position times each frequency
+    const int64_t *positions;
+    const float *frequencies;
+    float *cos, *sin;
+    int64_t tokens, count;
+    float factor;
+};
+
+extern "C" void angles(const Angles *angles) {
+    const Angles &a = *angles;
+    for (int64_t t = 0; t < a.tokens; t++)
+        for (int64_t i = 0; i < a.count; i++) {
+            const float angle = float(a.positions[t]) * a.frequencies[i];
+            a.cos[t * a.count + i] = std::cos(angle) * a.factor, a.sin[t * a.count + i] = std::sin(angle) * a.factor;
+        }
+}
+
+struct Heads {  // of the queries, or of the keys; results lie side by side
     const float *x, *weight;  // weight: null, or that of a norm over each head
     float *out;
     int64_t count, token, head;
@@ -77,25 +101,55 @@ static void turn(const Heads &h, int64_t t, const float *cos, const float *sin, 
     }
 }
 
-extern "C" void rotate(const Heads *q, const Heads *k, const float *cos, const float *sin, int64_t tokens, int64_t dim,
-                       float eps, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * (q->count + k->count) * dim > SMALL_WORK)
-    for (int64_t t = 0; t < tokens; t++) {
-        turn(*q, t, cos + t * (dim / 2), sin + t * (dim / 2), dim, eps);
-        turn(*k, t, cos + t * (dim / 2), sin + t * (dim / 2), dim, eps);
+struct Rotation {
+    Heads q, k;
+    const float *cos, *sin;
+    int64_t tokens, dim, threads;
+    float eps;
+};
+
+extern "C" void rotate(const Rotation *rotation) {
+    const Rotation &r = *rotation;
+    const int64_t numbers = r.tokens * (r.q.count + r.k.count) * r.dim;
+#pragma omp parallel for schedule(static) num_threads(r.threads) if (numbers > SMALL_WORK)
+    for (int64_t t = 0; t < r.tokens; t++) {
+        const float *cos = r.cos + t * (r.dim / 2), *sin = r.sin + t * (r.dim / 2);
+        turn(r.q, t, cos, sin, r.dim, r.eps);
+        turn(r.k, t, cos, sin, r.dim, r.eps);
     }
 }
 
-// silu(gate) * up of each row [gate | up].
-extern "C" void silu_and_mul(const float *x, float *out, int64_t rows, int64_t size, int64_t x_row, int64_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > SMALL_WORK)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *gate = x + r * x_row, *up = gate + size;
-        float *to = out + r * size;
+struct Gated {  // each row is [gate | up]
+    const float *x;
+    float *out;
+    int64_t rows, size, x_row, threads;
+};
+
+extern "C" void silu_and_mul(const Gated *gated) {
+    const Gated &g = *gated;
+#pragma omp parallel for schedule(static) num_threads(g.threads) if (g.rows * g.size > SMALL_WORK)
+    for (int64_t r = 0; r < g.rows; r++) {
+        const float *gate = g.x + r * g.x_row, *up = gate + g.size;
+        float *to = g.out + r * g.size;
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
+        for (int64_t i = 0; i < g.size; i++) {
             const float e = exp_down(gate[i]), numerator = gate[i] > 0 ? 1.0f : e;
             to[i] = gate[i] * (numerator / (1.0f + e)) * up[i];
         }
+    }
+}
+
+struct LookUp {  // rows of a table; of one that lies in panels, as in linear.cpp, `width` rows share a panel
+    const float *table;
+    const int64_t *ids;
+    float *out;
+    int64_t tokens, size, width;
+};
+
+extern "C" void look_up(const LookUp *look_up) {
+    const LookUp &l = *look_up;
+    for (int64_t t = 0; t < l.tokens; t++) {
+        const float *from = l.table + l.ids[t] / l.width * l.width * l.size + l.ids[t] % l.width;
+        for (int64_t i = 0; i < l.size; i++) l.out[t * l.size + i] = from[i * l.width];
     }
 }
