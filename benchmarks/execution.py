@@ -4,8 +4,7 @@
         [--skip-compiled] [--out benchmarks/results/execution.json]
 
 Every row is an engine in one process with one field moved against plain eager steps; rows take turns within a round.
-Requests decode together; figures are of the steps in which all of them do, medians over the rounds. On a CPU the graphs
-are stand-ins, which cannot be faster than what they stand in for.
+Requests decode together; figures are of the steps in which all of them do, medians over the rounds.
 """
 
 from __future__ import annotations

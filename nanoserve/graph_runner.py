@@ -1,9 +1,9 @@
 """A runner that replays captured graphs: the host says "this one" instead of launching each operation.
 
 Owns the graphs and the memory they work on; graphs.py decides which one a step gets. v0 captured decodes; v1 captures
-by default, decodes whole and any other batch in pieces. On a CPU there is nothing to capture: a stand-in makes the
-same calls on the same static memory again, so that dispatch, padding and resets are the same code there, with real
-outputs. Mirrors `vllm/v1/worker/gpu_model_runner.py`. Laws: tests/test_graph_runner.py.
+by default, decodes whole and any other batch in pieces. What a graph is differs by platform (CUDA's, or the recorded
+calls of cpu_graphs.py); dispatch, padding and resets are the same code. Mirrors `vllm/v1/worker/gpu_model_runner.py`.
+Laws: tests/test_graph_runner.py.
 """
 
 from __future__ import annotations

@@ -87,10 +87,13 @@ class HostInputs:
         return StepInputs(ids_T, positions_T, attention, *_send(arrays, ids_T.device))
 
 
-def _send(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
+def _send(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
+    """In one transfer, or none where both are one memory."""
     import numpy as np
     import torch
 
+    if device.type == "cpu":
+        return [torch.from_numpy(array.copy()) for array in arrays]
     flat = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
     return flat.split([array.size for array in arrays])
 
