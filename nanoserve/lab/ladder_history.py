@@ -47,8 +47,8 @@ HISTORY: Mapping[str, str] = MappingProxyType(
         "runner": (
             "vLLM v0 captured CUDA graphs as well, of decodes alone; v1 adds graphs of the pieces between attention "
             "calls, which fit steps of any mix. Stage v0 here captures none, so that this stage shows what capturing "
-            "does. On a CPU a graph is the pass's calls of compiled code, recorded with their arguments and made again in "
-            "one."
+            "does. On a CPU a graph is the pass's calls of compiled code, recorded with their arguments and made "
+            "again in one."
         ),
     }
 )
