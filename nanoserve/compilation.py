@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve import folders
-from nanoserve.compiler import COMPILERS, reason_not_to_compile
+from nanoserve.compiler import COMPILERS, one_line, reason_not_to_compile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +45,14 @@ def compile_model(model: Decoder, mode: CompileMode) -> None:
     What any other in this process had compiled is compiled again when it runs: the compiler keeps its results by
     function, for a few kinds of input only.
     """
-    import torch
-
     if mode is CompileMode.NONE:
         return
+    import torch
+    import torch._inductor.config as inductor
+
     if model.device.type == "cpu":
-        require_cpp_compiler(mode)
+        compiler = require_cpp_compiler(mode)
+        inductor.cpp.cxx = (None, compiler)  # by itself it looks for $CXX and g++ only
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that outlive their use
     folder = cache_folder(model, mode)
     _keep_results_in(folder)
@@ -62,15 +64,16 @@ def compile_model(model: Decoder, mode: CompileMode) -> None:
         model.compile(dynamic=True, fullgraph=True)
 
 
-def require_cpp_compiler(mode: CompileMode) -> None:
-    """ValueError unless torch's CPU backend has what it needs."""
+def require_cpp_compiler(mode: CompileMode) -> str:
+    """The compiler that torch's CPU backend is to use. ValueError unless there is one that works."""
     given = os.environ.get("CXX")
     if given and not shutil.which(given):
         found = f"CXX={given!r} is not a program on PATH"
     elif given or any(map(shutil.which, COMPILERS)):
-        reason = reason_not_to_compile(given or next(filter(shutil.which, COMPILERS)))
+        compiler = given or next(filter(shutil.which, COMPILERS))
+        reason = reason_not_to_compile(compiler)
         if reason is None:
-            return
+            return compiler
         found = reason
     else:
         found = f"none of {', '.join(COMPILERS)} is on PATH"
@@ -87,18 +90,33 @@ def _refusal(mode: CompileMode, why: str) -> ValueError:
 @contextmanager
 def failed_compiler_refused(mode: CompileMode) -> Iterator[None]:
     """ValueError for a C++ compiler that does not take the code that torch makes for it: it may know two lines and lack
-    a header, or a flag."""
-    from torch._inductor.exc import CppCompileError, InductorError
+    a header, or a flag. And for results of an earlier start that cannot be used: a build that was killed, or a disk
+    that was full, leaves half a file, which torch neither checks nor replaces."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import CppCompileError
 
     try:
         yield
-    except (CppCompileError, InductorError) as error:
-        inner = error.inner_exception if isinstance(error, InductorError) else error
-        if not isinstance(inner, CppCompileError):
-            raise
-        lines = inner.output.splitlines()
-        said = next((line for line in lines if "error" in line), lines[-1] if lines else "it does not say why")
-        raise _refusal(mode, f"needs a C++ compiler, and {inner.cmd[0]} failed ({said.strip():.200})") from None
+    except (CppCompileError, BackendCompilerFailed) as error:
+        inner = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        kept = _discard_results()
+        if isinstance(inner, CppCompileError):
+            lines = inner.output.splitlines()
+            said = next((line for line in lines if "error" in line), lines[-1] if lines else "it does not say why")
+            why = f"needs a C++ compiler, and {inner.cmd[0]} failed ({said.strip():.200}); {kept}"
+            raise _refusal(mode, why) from None
+        raise ValueError(
+            f"compile={str(mode)!r} failed ({one_line(inner):.200}); {kept}, or use compile='none'."
+        ) from error
+
+
+def _discard_results() -> str:
+    """What is to be done about damaged ones, in words."""
+    folder = Path(os.environ[CACHE_VARIABLE])
+    if folder.parent != folders.cache_folder() / "compiled":
+        return f"if what is kept in {folder} is damaged, remove it and start again"
+    shutil.rmtree(folder, ignore_errors=True)
+    return "what was kept of earlier starts is removed, in case that it was damaged: start again"
 
 
 def cache_folder(model: Decoder, mode: CompileMode) -> Path:

@@ -49,10 +49,20 @@ def run_compiler(command: list[str], *, timeout_s: float = PROBE_TIMEOUT_S, fold
     return done.stdout
 
 
-@functools.cache
 def version(compiler: str) -> str:
-    """What it answers to --version. Raises BuildError."""
-    return run_compiler([compiler, "--version"])
+    """What it answers to --version, asked once in a process. Raises BuildError."""
+    answer = _version(compiler)
+    if isinstance(answer, BuildError):
+        raise answer
+    return answer
+
+
+@functools.cache
+def _version(compiler: str) -> str | BuildError:
+    try:
+        return run_compiler([compiler, "--version"])
+    except BuildError as error:  # kept, too: to one that hangs nobody waits twice
+        return error
 
 
 @functools.cache

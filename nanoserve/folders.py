@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pwd
 import stat
 import tempfile
 from pathlib import Path
@@ -13,13 +14,15 @@ from pathlib import Path
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/nanoserve, else ~/.cache/nanoserve, else, for a user without a home (as in a container), a
     folder of this user's own among the temporary ones. OSError where there are none of those either."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):  # any other is to be ignored, says the XDG specification: it would move with each start
         return Path(given) / "nanoserve"
     try:
-        return Path.home() / ".cache" / "nanoserve"
-    except RuntimeError:  # no HOME, and no entry among the users
-        return _private_folder(tempfile.gettempdir())
+        if os.path.isabs(home := os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir):
+            return Path(home) / ".cache" / "nanoserve"
+    except KeyError:  # no HOME, and no entry among the users
+        pass
+    return _private_folder(tempfile.gettempdir())
 
 
 @functools.cache

@@ -29,6 +29,7 @@ import cloudpickle
 
 LENGTH = struct.Struct("<Q")
 PR_SET_PDEATHSIG = 1
+END_S = 1.0  # for what a child has started to end by itself; `stop` waits longer for the child
 
 
 class ChildDiedError(RuntimeError):
@@ -185,12 +186,29 @@ def told_to_parent(error: Exception, unexpected: type[Exception]) -> Exception:
 
 
 def _end_descendants() -> None:
-    """What a library has started (torch a compiler, which starts others): SIGTERM, at which they clean up. What has a
-    session of its own (`supervised`) sees to its own end."""
-    for pid in _descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(pid) == os.getsid(0):
-                os.kill(pid, signal.SIGTERM)
+    """What this process or a library has started (torch a compiler, which starts others): SIGTERM, at which they clean
+    up; SIGKILL for what is stuck or stopped. What has a session of its own (`supervised`) sees to its own end."""
+    ours = os.getsid(0)
+    with contextlib.ExitStack() as stack:
+        pidfds: list[int] = []
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.getsid(pid) == ours:
+                    pidfds.append(os.pidfd_open(pid))
+                    stack.callback(os.close, pidfds[-1])
+        deadline = time.monotonic() + END_S
+        for pidfd in pidfds:
+            _signal(pidfd, signal.SIGTERM)
+        for pidfd in pidfds:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+                _signal(pidfd, signal.SIGKILL)
+
+
+def _signal(pidfd: int, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        signal.pidfd_send_signal(pidfd, number)
 
 
 def _descendants(pid: int) -> Iterator[int]:

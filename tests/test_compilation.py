@@ -3,6 +3,7 @@ what cannot be compiled is said before anything is loaded twice."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -20,7 +21,14 @@ from test_runner import (
 )
 from torch._dynamo.utils import counters
 
-from nanoserve.compilation import AttentionOperator, CompileMode, cache_folder, compile_model
+from nanoserve.compilation import (
+    AttentionOperator,
+    CompileMode,
+    cache_folder,
+    compile_model,
+    failed_compiler_refused,
+)
+from nanoserve.compiler import find_compiler
 from nanoserve.weights import load_model
 
 MODES = [CompileMode.LAYERS, pytest.param(CompileMode.MODEL, marks=pytest.mark.slow)]
@@ -86,10 +94,55 @@ def test_a_compiler_that_answers_and_does_not_compile_is_refused_in_a_line(what,
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", wrap_compiler(tmp_path, COMPILERS_THAT_FAIL[what]))
     torch._dynamo.reset()
-    line = r"compile='layers' on a CPU needs a C\+\+ compiler, and .*fatal error: no \S+\); install one [^\n]*$"
+    line = r"compile='layers' on a CPU needs a C\+\+ compiler, and .*fatal error: no \S+\); [^\n]*install one [^\n]*$"
     with inductor.patch({"cpp.cxx": (None, os.environ["CXX"])}), pytest.raises(ValueError, match=line):
         build(model_dir, compile="layers")
     torch._dynamo.reset()
+
+
+@pytest.mark.needs_cxx
+def test_the_compiler_that_was_tried_is_the_one_that_torch_uses(monkeypatch, tmp_path):
+    """With none but c++ on PATH, whatever torch would look for by itself."""
+    import torch._inductor.config as inductor
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    (tmp_path / "c++").symlink_to(find_compiler())
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("nanoserve.compilation.reason_not_to_compile", lambda compiler: None)  # it needs more of PATH
+    with inductor.patch({"cpp.cxx": (None, "g++")}):
+        with pytest.raises(InvalidCxxCompiler):
+            get_cpp_compiler()
+        compile_model(load_model("nanostory"), CompileMode.LAYERS)
+        assert get_cpp_compiler() == "c++"
+    torch._dynamo.reset()
+
+
+def check_damage_is_told(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, and the next start is not the same again."""
+    (kept / "xx").mkdir(parents=True)
+    (kept / "xx" / "half.so").write_bytes(b"")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    line = r"^compile='layers' failed \([^\n]*file too short\); what was kept [^\n]*start again, or use [^\n]*$"
+    with pytest.raises(ValueError, match=line), failed_compiler_refused(CompileMode.LAYERS):
+        torch.compile(torch.sin, backend=lambda graph, inputs: ctypes.CDLL(str(kept / "xx" / "half.so")))(torch.ones(1))
+    assert not kept.exists(), "damaged code is kept"
+
+
+def test_damaged_results_of_an_earlier_start_are_told_and_do_not_stay(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check_damage_is_told(tmp_path / "nanoserve" / "compiled" / "0123", monkeypatch)
+    monkeypatch.setattr("shutil.rmtree", lambda folder, **options: None)  # a planted bug
+    with pytest.raises(AssertionError, match="damaged code is kept"):
+        check_damage_is_told(tmp_path / "nanoserve" / "compiled" / "4567", monkeypatch)
+
+
+def test_no_folder_of_the_user_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="is damaged, remove it"), failed_compiler_refused(CompileMode.LAYERS):
+        torch.compile(torch.cos, backend=lambda graph, inputs: 1 / 0)(torch.ones(1))
+    assert tmp_path.is_dir()
 
 
 def test_a_cache_that_cannot_be_written_is_refused(model_dir, monkeypatch):  # noqa: F811

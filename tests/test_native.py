@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +32,7 @@ ANSWER = 'extern "C" int answer() { return 42; }\n'
 def forget_what_was_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each test begins as a process does, with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    memories = (load, reason_not_to_load, compiler.version, reason_not_to_compile, folders._private_folder)
+    memories = (load, reason_not_to_load, compiler._version, reason_not_to_compile, folders._private_folder)
     for memory in memories:
         memory.cache_clear()
     yield
@@ -171,16 +172,28 @@ def test_every_compiler_that_fails_is_told_and_torch_attends(script, reason, mon
     assert not list((tmp_path / "cache" / "nanoserve" / "native").glob("*")), "no half of a build is kept"
 
 
-@pytest.mark.needs_cxx
-def test_a_compiler_that_hangs_is_waited_for_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "PROBE_TIMEOUT_S", 1.0)
+def check_waited_for_once(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiler.run_compiler, "__kwdefaults__", {"timeout_s": 1.0, "folder": None})
-    script = f'[ "$1" = --version ] && echo 1 && exit; echo "$@" >> {tmp_path}/asked; sleep 1000'
-    monkeypatch.setenv("CXX", wrap_compiler(tmp_path, script))
+    asked = tmp_path / "asked"
+    asked.unlink(missing_ok=True)
+    monkeypatch.setenv("CXX", wrap_compiler(tmp_path, f'{script} echo "$@" >> {asked}; sleep 1000'))
     for name in ("attention", "ops"):
         with pytest.raises(BuildError, match=r"wrapped\+\+ has not ended after 1 s"):
             load(name)
-    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+    assert len(asked.read_text().splitlines()) == 1, "waited for more than once"
+
+
+@pytest.mark.needs_cxx
+@pytest.mark.parametrize("script", ['[ "$1" = --version ] && echo 1 && exit;', ""], ids=["builds", "answers"])
+def test_a_compiler_that_hangs_is_waited_for_once(script, monkeypatch, tmp_path):
+    check_waited_for_once(script, monkeypatch, tmp_path)
+
+
+@pytest.mark.needs_cxx
+def test_a_planted_version_that_is_asked_for_again_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "_version", compiler._version.__wrapped__)
+    with pytest.raises(AssertionError, match="more than once"):
+        check_waited_for_once("", monkeypatch, tmp_path)
 
 
 @pytest.mark.needs_cxx
@@ -216,6 +229,27 @@ def test_a_user_without_a_home_has_a_folder_that_is_his_alone_and_lasts(monkeypa
         assert native.cache_folder() == wanted / "native"
     assert stat.S_IMODE(wanted.stat().st_mode) == 0o700
     assert [path.name for path in tmp_path.iterdir()] == [wanted.name]
+
+
+def check_no_place_of_the_start(name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A variable without an absolute path stands for no folder: neither for one of the folder that a start is in, nor
+    for one at the root."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(name, value)
+    assert folders.cache_folder().is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["", "cache", "./cache"])
+@pytest.mark.parametrize("name", ["HOME", "XDG_CACHE_HOME"])
+def test_every_cache_folder_is_one_of_the_user(name, value, monkeypatch, tmp_path):
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path / "home")))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    check_no_place_of_the_start(name, value, monkeypatch, tmp_path)
+    monkeypatch.setattr("os.path.isabs", lambda path: True)  # a bug
+    if value:
+        with pytest.raises(AssertionError):
+            check_no_place_of_the_start(name, value, monkeypatch, tmp_path)
 
 
 def check_not_trusted(wanted: Path, elsewhere: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -471,6 +472,8 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "n": 2, "temperature": 0}, "n"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens"),
     ({"prompt": "x", "stop": ["a"] * 5}, "stop"),
     ({"prompt": "x", "stop": ""}, "stop"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
@@ -491,6 +494,8 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
 def test_every_bad_completion_is_refused_by_name(app: App, body: Any, param: str | None) -> None:
     error = error_of(app.post("/v1/completions", body), 400)
     assert error["param"] == param
+    if param == "max_tokens":
+        assert f"got {body[param]}" in error["message"], "another value than the one that was sent"
     assert app.llm.num_open == 0
 
 
@@ -655,6 +660,59 @@ def test_a_client_that_leaves_ends_its_request_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(sse, "run_while_connected", deaf)  # a planted bug
     with contextlib.closing(App(None)) as app, pytest.raises(TimeoutError):
         check_leaving(app)
+
+
+def drained_with_half_a_body(app: App) -> httpx.Response:
+    """The answer to a client that has sent half of what it announced when the server is told to end."""
+    waits = asyncio.Event()
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"prompt":'
+        waits.set()
+        await asyncio.Event().wait()
+
+    async def drain() -> httpx.Response:
+        answer = asyncio.ensure_future(app.http.post("/v1/completions", content=half(), headers=JSON))
+        await waits.wait()
+        app.server.drain()
+        done, _ = await asyncio.wait({answer}, timeout=1.0)
+        assert done, "the rest of the body is waited for"
+        return await answer
+
+    return app.run(drain())
+
+
+def test_no_half_sent_body_holds_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(App()) as app:
+        assert error_of(drained_with_half_a_body(app), 503)["code"] == "shutting_down"
+    monkeypatch.setattr(ApiServer, "drain", lambda server: setattr(server, "draining", True))  # a planted bug
+    with contextlib.closing(App()) as app, pytest.raises(AssertionError, match="waited for"):
+        drained_with_half_a_body(app)
+
+
+def failures_of_an_unread_end(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Tracebacks that are logged when the server ends before an open stream does."""
+    caplog.clear()
+    served = Served(AsyncLLM(client=hand_client()))
+    body = {"prompt": "x", "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=WAIT_S) as response:
+        assert response.status_code == 200
+        served.close()
+    assert any("timeout graceful shutdown exceeded" in record.message for record in caplog.records)
+    return [record for record in caplog.records if record.exc_info]
+
+
+def test_a_stream_that_is_cut_off_at_the_end_is_no_failure(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.api.listen.LAST_WRITES_S", 0.1)
+    assert not failures_of_an_unread_end(caplog)
+
+    async def passes_on(listener: Any, scope: Any, receive: Any, send: Any) -> None:
+        await listener._server.app(scope, receive, send)
+
+    monkeypatch.setattr(Listener, "_app", passes_on)  # a planted bug
+    assert failures_of_an_unread_end(caplog)
 
 
 def test_a_request_that_takes_too_long_is_ended_and_freed() -> None:

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -82,7 +83,8 @@ class Listener:
         aborted; the engine is the caller's to close."""
         loop = self._loop = asyncio.get_running_loop()
         config = uvicorn.Config(
-            self._server.app,
+            self._app,
+            interface="asgi3",
             lifespan="off",
             ws="none",
             log_config=None,
@@ -104,6 +106,14 @@ class Listener:
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
 
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        """The server's. Its last answers may be cancelled, when nobody reads them in time: that is no failure."""
+        try:
+            await self._server.app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._num_stops:
+                raise
+
     def stop(self) -> None:
         assert self._loop is not None, "run() comes first"
         self._loop.call_soon_threadsafe(self._on_stop)
@@ -114,7 +124,7 @@ class Listener:
 
     async def _drain(self, uvicorn_server: uvicorn.Server) -> None:
         await self._stop.wait()
-        self._server.draining = True
+        self._server.drain()
         llm, clock = self._server.llm, asyncio.get_running_loop().time
         deadline = clock() + self._shutdown_timeout_s
         while llm.num_open and clock() < deadline and self._num_stops < 2:

@@ -242,7 +242,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs is not supported with stream; leave one out.", param="prompt_logprobs")
     prompt_logprobs = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1 if body.echo else 0)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens or 1  # 0: only the prompt
     return _params(body, max_tokens, body.logprobs, prompt_logprobs)
 
 

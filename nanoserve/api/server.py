@@ -70,6 +70,7 @@ class ApiServer:
         self.metrics = ServerMetrics(self.model_names[0], lambda: llm.stats)
         llm.listener = self.metrics
         self.draining = False  # set once no new request may start
+        self._readers: set[asyncio.Task[Any]] = set()  # of bodies that have not come in whole
         self._created = int(time.time())
         self._page = PAGE.read_bytes()
         self._openapi = openapi_document(debug=options.debug_endpoints, secured=options.api_key is not None)
@@ -113,6 +114,12 @@ class ApiServer:
                 return _error_response(_api_error(error))
 
         return Route(path, endpoint, methods=[method])
+
+    def drain(self) -> None:
+        """From now on no request may start, nor one whose body is still on its way: nobody waits for that."""
+        self.draining = True
+        for task in self._readers:
+            task.cancel()
 
     def _check_key(self, request: Request) -> None:
         if self.options.api_key is None:
@@ -243,7 +250,9 @@ class ApiServer:
         """The checked body of a request that may start now."""
         if self.draining:
             raise _shutting_down()
-        body = parse_body(await self._in_time(self._read(request), deadline), kind)
+        with self._refused_by_drain():
+            data = await self._in_time(self._read(request), deadline)
+        body = parse_body(data, kind)
         model = getattr(body, "model", None)
         if model is not None and model not in self.model_names:
             raise _unknown_model(model, self.model_names)
@@ -251,6 +260,21 @@ class ApiServer:
             self.llm.check_alive()
             self.llm.check_room(1)  # before the work of tokenizing; `start` looks again
         return body
+
+    @contextlib.contextmanager
+    def _refused_by_drain(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._readers.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.draining:
+                raise
+            task.uncancel()
+            raise _shutting_down() from None
+        finally:
+            self._readers.discard(task)
 
     async def _read(self, request: Request) -> bytes:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
