@@ -5,21 +5,18 @@
 
 Attention by batch and context, each backend; the products of one pass by rows, in each layout; a whole decode step
 before and after each lever, from plain torch on; where the time of a step goes. What is compared takes turns within a
-round; figures are medians over the rounds. The floor of a step is what its products need at the machine's best rate or
-its weights at its reading rate, whichever takes longer, and its keys and values at the latter. With one thread times
-are CPU time of that thread: what else runs on the machine is left out.
+round; figures are medians over the rounds. floor.py says what the floor of a step is; how far a step may be from it is
+checked by lines.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +25,7 @@ from typing import Any
 import msgspec
 import torch
 from checkpoints_qwen3 import SHAPES, config_of
+from floor import Products, Rates, clock, measure_rates, take_turns
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, AttentionBatch, TorchAttention
@@ -35,12 +33,11 @@ from nanoserve.cpu_attention import CpuAttention
 from nanoserve.cpu_ops import CpuOps
 from nanoserve.kv_cache import KVCache
 from nanoserve.machine import describe_machine
-from nanoserve.model import Decoder, Linear, Pieces
-from nanoserve.packed_linear import PackedLinear, pack_linears
+from nanoserve.model import Decoder, Pieces
+from nanoserve.packed_linear import pack_linears
 from nanoserve.weights import load_model
 
 BLOCK_SIZE = 16
-LEAST_S = 0.03  # that a figure of one round is measured for
 ATTENTION_CASES: Mapping[str, list[tuple[int, int]]] = {  # (queries, keys) of each row
     **{f"{n} decodes, {keys} keys": [(1, keys)] * n for n in (1, 8, 32) for keys in (128, 1024)},
     "8 decodes, 64-1024 keys": [(1, n) for n in (64, 130, 256, 384, 512, 700, 900, 1024)],
@@ -55,49 +52,6 @@ STEP_CASES = {
     "qwen3-30m": [(1, 512), (8, 512), (32, 256)],
     "qwen3-150m": [(1, 512), (8, 512), (32, 256)],
 }
-
-
-@dataclass(frozen=True)
-class Rates:
-    gemm_gflops: float
-    read_gb_per_s: float
-
-    def floor_ms(self, model: Decoder, rows: int, keys: int) -> float:
-        config = model.config
-        matrices = sum(linear.weight.numel() for linear in linears_of(model))
-        products_s = max(2 * rows * matrices / self.gemm_gflops, 4 * matrices / self.read_gb_per_s) / 1e9
-        return 1e3 * (products_s + rows * keys * config.kv_bytes_per_token(torch.float32) / self.read_gb_per_s / 1e9)
-
-
-def clock() -> Callable[[], float]:
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def take_turns(forms: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
-    """Milliseconds a call: the median over the rounds of each form's mean. The first round warms up."""
-    rounds: dict[str, list[float]] = {name: [] for name in forms}
-    now = clock()
-    for _ in range(1 + num_rounds):
-        for name, form in forms.items():
-            count, start_s = 0, now()
-            while (spent_s := now() - start_s) < LEAST_S or count < 2:
-                form()
-                count += 1
-            rounds[name].append(1e3 * spent_s / count)
-    return {name: statistics.median(times[1:]) for name, times in rounds.items()}
-
-
-def measure_rates() -> Rates:
-    """The best of some tries: what the machine can do when it is let."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    numbers = torch.zeros(2**26)
-    best, now = {"gemm": float("inf"), "read": float("inf")}, clock()
-    for _ in range(12):
-        for name, form in (("gemm", lambda: a @ b), ("read", numbers.sum)):
-            start_s = now()
-            form()
-            best[name] = min(best[name], now() - start_s)
-    return Rates(2 * 1024**3 / best["gemm"] / 1e9, 4 * 2**26 / best["read"] / 1e9)
 
 
 def make_batch(rows: list[tuple[int, int]]) -> tuple[AttentionBatch, int]:
@@ -140,38 +94,11 @@ def measure_attention(num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]
             yield f"{case}, head dim {head_dim}", take_turns(forms, num_rounds)
 
 
-def linears_of(model: Decoder) -> list[Linear]:
-    return [module for module in model.modules() if isinstance(module, Linear)]
-
-
-def onednn_products(linears: list[Linear]) -> list[Callable[[Tensor], Tensor]]:
-    """The same products, of matrices in the order that oneDNN's kernels read, chosen for 64 rows."""
-    packed = [torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 64) for linear in linears]
-    return [partial(_onednn_product, weight) for weight in packed]
-
-
-def _onednn_product(weight: Tensor, x_TI: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_TI, weight, None, "none", [], "")
-
-
-def run_all(linears: Sequence[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
-    for linear, x_TI in zip(linears, inputs, strict=True):
-        linear(x_TI)
-
-
 def measure_linears(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
-        plain = load_model(path, load_format="dummy")
-        layouts = {
-            "F.linear": linears_of(plain),
-            "oneDNN": onednn_products(linears_of(plain)),
-            "packed": [PackedLinear(linear) for linear in linears_of(plain)],
-        }
+        products = Products(load_model(path, load_format="dummy"))
         for rows in (1, 2, 8, 32, 64, 512):
-            inputs = [torch.randn(rows, linear.weight.shape[1]) for linear in linears_of(plain)]
-
-            forms = {layout: partial(run_all, linears, inputs) for layout, linears in layouts.items()}
-            yield f"{name}, {rows} rows", take_turns(forms, num_rounds)
+            yield f"{name}, {rows} rows", take_turns(products.forms(rows), num_rounds)
 
 
 def decode_step(model: Decoder, backend: AttentionBackend, num_rows: int, num_keys: int) -> Callable[[], Tensor]:
@@ -193,6 +120,7 @@ def measure_steps(
 ) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
         plain, packed, fused = (load_model(path, load_format="dummy") for _ in range(3))
+        products = Products(plain)
         pack_linears(packed)
         pack_linears(fused)
         fused.ops = CpuOps()
@@ -203,11 +131,11 @@ def measure_steps(
                 "+ packed products": decode_step(packed, CpuAttention(), num_rows, num_keys),
                 "+ fused operations": decode_step(fused, CpuAttention(), num_rows, num_keys),
             }
-            times = take_turns(forms, num_rounds)
-            yield (
-                f"{name}, {num_rows} rows of {num_keys} keys",
-                times | {"floor": rates.floor_ms(plain, num_rows, num_keys)},
-            )
+            best = products.forms(num_rows)
+            times = take_turns(forms | best, num_rounds)
+            kv_bytes = num_rows * num_keys * plain.config.kv_bytes_per_token(torch.float32)
+            floor_ms = min(times.pop(layout) for layout in best) + kv_bytes / rates.read_gb_per_s / 1e6
+            yield f"{name}, {num_rows} rows of {num_keys} keys", times | {"floor": floor_ms}
 
 
 def measure_stages(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:

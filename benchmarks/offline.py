@@ -4,36 +4,31 @@
         [--forms ...] [--out benchmarks/results/offline.json]
 
 Checkpoints with random weights are made in FOLDER once. Engines live in this process and take turns within a round;
-figures are medians over the rounds. The floor of a run adds up its steps: the fastest product that this machine has for
-a step's rows (F.linear, packed by oneDNN, packed by us), measured in the same run, and the keys and values that each
-decode reads at the machine's reading rate, and a prompt's at least once. What attention computes is not in it.
+figures are medians over the rounds. The floor of a run adds up that of its steps (floor.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import json
 import statistics
 import sys
 import time
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from checkpoints_qwen3 import VOCAB_SIZE, make_checkpoint
-from micro import Rates, linears_of, measure_rates, onednn_products, run_all, take_turns
-from peers.loads import Ids, Load, gaps, make_load, run_steps
+from floor import Floor, measure_rates
+from peers.loads import Ids, Load, Stamps, gaps, make_load, run_steps
 
 from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES, EngineConfig
 from nanoserve.machine import describe_machine
-from nanoserve.packed_linear import PackedLinear
 from nanoserve.persistent_batch import PersistentBatch
-from nanoserve.record import ListRecorder, StepRecord
+from nanoserve.record import ListRecorder, Observer, StepRecord
 from nanoserve.request import EngineRequest, SamplingParams
 from nanoserve.runner import EagerRunner
 from nanoserve.weights import load_model
@@ -44,21 +39,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "one step ahead": {"batch": PersistentBatch, "async_scheduling": True},
     "v1": {"batch": PersistentBatch, "async_scheduling": True, "runner": STAGES["v1"].runner},
 }
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512)
 
 
 class Engine:
     """One engine in this process, and the load it runs."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._recorder = ListRecorder()
-        self._client = InProcessClient(config, self._recorder)
+    def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
+        self._client = InProcessClient(config, observer)
         self.execution = self._client.info.execution
 
-    def run(self, load: Load) -> tuple[float, dict[int, Ids], Any, list[StepRecord]]:
-        """Seconds, tokens of each request, when they came, and what the steps did. The prefix cache is empty before."""
+    def run(self, load: Load) -> tuple[float, dict[int, Ids], Stamps]:
+        """Seconds, tokens of each request, and when they came. The prefix cache is empty before."""
         self._client.call("reset_prefix_cache")
-        self._recorder.records.clear()
         tokens: dict[int, Ids] = {}
 
         def add(i: int, prompt: Ids, num_tokens: int) -> None:
@@ -77,44 +69,10 @@ class Engine:
         lasted_s = time.perf_counter() - start_s
         while self._client.core.has_work:
             self._client.poll(1)
-        return lasted_s, tokens, stamps, list(self._recorder.records)
+        return lasted_s, tokens, stamps
 
     def close(self) -> None:
         self._client.close()
-
-
-class Floor:
-    """What a step takes at least, in milliseconds, from what was measured here and now."""
-
-    def __init__(self, path: Path, rates: Rates, num_rounds: int) -> None:
-        model = load_model(path)
-        plain = linears_of(model)
-        forms = {"F.linear": plain, "oneDNN": onednn_products(plain), "packed": [PackedLinear(x) for x in plain]}
-        self.products_ms: dict[int, dict[str, float]] = {}
-        for rows in ROWS:
-            inputs = [torch.randn(rows, linear.weight.shape[1]) for linear in plain]
-            runs = {name: partial(run_all, linears, inputs) for name, linears in forms.items()}
-            self.products_ms[rows] = take_turns(runs, num_rounds)
-        self._fastest = [min(self.products_ms[rows].values()) for rows in ROWS]
-        self._kv_ms = model.config.kv_bytes_per_token(torch.float32) / rates.read_gb_per_s / 1e6
-
-    def of_rows(self, rows: int) -> float:
-        """Between two numbers that were measured: along a line."""
-        place = min(max(1, bisect.bisect_left(ROWS, rows)), len(ROWS) - 1)
-        (low, high), (low_ms, high_ms) = ROWS[place - 1 : place + 1], self._fastest[place - 1 : place + 1]
-        return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
-
-    def of_steps(self, records: list[StepRecord]) -> list[float]:
-        lens: dict[str, int] = {}
-        found = []
-        for record in records:
-            lens |= record.hit_tokens
-            for request_id, count in record.num_scheduled_tokens.items():
-                lens[request_id] += count
-            keys = sum(lens[request_id] for request_id in record.num_scheduled_tokens)
-            rows = sum(record.num_scheduled_tokens.values())
-            found.append(self.of_rows(rows) + keys * self._kv_ms if rows else 0.0)
-        return found
 
 
 def decode_steps(records: list[StepRecord], floor: Floor) -> dict[str, dict[str, float]]:
@@ -133,7 +91,7 @@ def decode_steps(records: list[StepRecord], floor: Floor) -> dict[str, dict[str,
     }
 
 
-def figures(name: str, lasted_s: float, load: Load, stamps: Any, records: list[StepRecord], floor: Floor) -> Any:
+def figures(name: str, lasted_s: float, load: Load, stamps: Stamps, records: list[StepRecord], floor: Floor) -> Any:
     floor_s = sum(floor.of_steps(records)) / 1e3
     found: dict[str, float] = {"seconds": lasted_s, "floor_s": floor_s, "over_floor": lasted_s / floor_s}
     found["output_tok_per_s"] = sum(load.num_tokens) / lasted_s
@@ -166,8 +124,12 @@ def main() -> None:
         path = make_checkpoint(shape, args.cache)
         with torch.inference_mode():
             rates = measure_rates()
-            floor = Floor(path, rates, 3)
-        engines = {form: Engine(replace(base, model=str(path), **FORMS[form])) for form in args.forms}
+            floor = Floor(load_model(path), rates, 3)
+        recorders = {form: ListRecorder() for form in args.forms}
+        engines = {
+            form: Engine(replace(base, model=str(path), **FORMS[form]), recorder)
+            for form, recorder in recorders.items()
+        }
         rounds: dict[str, dict[str, list[Any]]] = {load: {form: [] for form in engines} for load in args.loads}
         steps: dict[str, Any] = {}
         tokens: dict[str, dict[int, Ids]] = {}
@@ -177,7 +139,9 @@ def main() -> None:
                 for form, engine in engines.items():
                     if not number:
                         engine.run(replace(load, num_tokens=[4] * len(load.prompts), after=2))  # warms up
-                    lasted_s, ids, stamps, records = engine.run(load)
+                    recorders[form].records.clear()
+                    lasted_s, ids, stamps = engine.run(load)
+                    records = recorders[form].records
                     assert tokens.setdefault(name, ids) == ids, f"{form} has other tokens than {args.forms[0]}"
                     rounds[name][form].append(figures(name, lasted_s, load, stamps, records, floor))
                     steps.setdefault(form, {})[name] = decode_steps(records, floor)

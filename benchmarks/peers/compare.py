@@ -1,20 +1,20 @@
 """The same loads on nanoserve and on its peers, which take turns: tokens a second, gaps, and whose tokens are the same.
 
     python benchmarks/peers/compare.py --cache FOLDER --venvs FOLDER [--models 30m 150m] [--loads w1 w2 w3]
-        [--peers nanoserve transformers vllm] [--rounds 5] [--threads 2] [--out benchmarks/results/peers.json]
+        [--peers nanoserve transformers transformers_cb vllm llama] [--rounds 5] [--more] [--threads 2]
+        [--out benchmarks/results/peers.json]
 
-Each peer lives in a virtual environment of its own, VENVS/transformers and VENVS/vllm; README.md beside this file tells
-how they are made. Each runs in a process that loads the model once and then waits for its turn; figures are medians
-over the rounds. Tokens are compared with transformers' float32 ones; `prompt lookup` and sampling are off everywhere.
+Peers live in virtual environments of their own, VENVS/transformers, VENVS/vllm and VENVS/llama; README.md beside this
+file tells how they are made. Each runs in a process that loads the model once and then waits for its turn; figures are
+medians over the rounds. Tokens are compared with those of transformers' `generate` in float32, which are kept in CACHE
+for runs without it. Whatever speculates or samples is off everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,56 +26,12 @@ sys.path.insert(0, str(HERE.parent))
 
 from checkpoints_qwen3 import VOCAB_SIZE, make_checkpoint  # noqa: E402  (beside this folder)
 from loads import Stamps, gaps, make_load  # noqa: E402
+from peer import PEERS, Peer  # noqa: E402
 
 from nanoserve.machine import describe_machine  # noqa: E402
 
-PEERS = ("nanoserve", "transformers", "vllm")
-STATIC = "transformers"  # whose batches are as long as their longest prompt: it has no prefix cache and no stream
-
-
-class Peer:
-    """One engine in its process."""
-
-    def __init__(self, name: str, python: Path | str, model: Path, threads: int) -> None:
-        command = [str(python), str(HERE / f"run_{name}.py"), "--model", str(model)]
-        command += ["--vocab-size", str(VOCAB_SIZE), "--threads", str(threads)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        environment |= {"TOKENIZERS_PARALLELISM": "false"}
-        if preload := preloaded(name, Path(python)):
-            environment["LD_PRELOAD"] = ":".join(map(str, preload))
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE
-        )
-        self.about = self._answer()
-
-    def run(self, load: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(load + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self._process.args} ended with {self._process.wait(30)}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-def preloaded(name: str, python: Path) -> list[Path]:
-    """The allocator and the threads that vLLM's documentation asks for on a CPU, as far as they are there."""
-    if name != "vllm":
-        return []
-    allocators = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
-    return allocators[:1] + list((python.parents[1] / "lib").glob("libiomp5.so"))
+REFERENCE, NEXT_BEST = "transformers", "vllm"  # whose float32 tokens are asked for
+Tokens = list[list[int]]
 
 
 def figures_of(load: str, answer: dict[str, Any]) -> dict[str, float]:
@@ -86,20 +42,26 @@ def figures_of(load: str, answer: dict[str, Any]) -> dict[str, float]:
     return found | {"output_tok_per_s": sum(map(len, answer["tokens"])) / answer["seconds"]}
 
 
-def agreement(tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """How many requests have the tokens of transformers, or else of the last peer."""
-    reference = STATIC if STATIC in tokens else list(tokens)[-1]
-    counts = {name: sum(map(list.__eq__, mine, tokens[reference])) for name, mine in tokens.items()}
-    return {"reference": reference, "requests": len(tokens[reference]), **counts}
+def agreement(shape: str, load: str, tokens: dict[str, Tokens], args: argparse.Namespace) -> dict[str, Any]:
+    """How many requests have the tokens of transformers, now or in an earlier run; or else of vllm, or the last."""
+    kept = args.cache / f"qwen3-{shape}" / f"tokens-{load}.json"
+    if REFERENCE in tokens:
+        kept.write_text(json.dumps(tokens[REFERENCE]) + "\n")
+    reference = REFERENCE if kept.exists() else next(name for name in (NEXT_BEST, *reversed(tokens)) if name in tokens)
+    expected = json.loads(kept.read_text()) if kept.exists() else tokens[reference]
+    counts = {name: sum(map(list.__eq__, mine, expected)) for name, mine in tokens.items()}
+    return {"reference": reference, "requests": len(expected), **counts}
 
 
 def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of this run alone."""
     model = make_checkpoint(shape, args.cache)
-    pythons = {name: args.venvs / name / "bin" / "python" for name in args.peers} | {"nanoserve": Path(sys.executable)}
-    peers = {name: Peer(name, pythons[name], model, args.threads) for name in args.peers}
+    peers: dict[str, Peer] = {}
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
-    tokens: dict[str, dict[str, list[list[int]]]] = {}
+    tokens: dict[str, dict[str, Tokens]] = {}
     try:
+        for name in args.peers:
+            peers[name] = Peer(name, args.venvs, model, VOCAB_SIZE, args.threads)
         for _ in range(args.rounds):
             for load in args.loads:
                 for name, peer in peers.items():
@@ -111,17 +73,39 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         for peer in peers.values():
             peer.close()
-    agree = {load: agreement(by) for load, by in tokens.items()}
-    medians = {
-        load: {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in by.items()}
-        for load, by in runs.items()
-    }
     return {
         "peers": {name: peer.about for name, peer in peers.items()},
-        "medians": medians,
-        "requests_alike": agree,
+        "requests_alike": {load: agreement(shape, load, by, args) for load, by in tokens.items()},
         "rounds": runs,
     }
+
+
+def merge(kept: dict[str, Any], found: dict[str, Any], *, more: bool) -> None:
+    """Into what is kept of a model: a load's rounds take the place of the same peers' earlier ones, or (`more`) join
+    them. Ratios are only as good as the rounds are neighbours."""
+    kept.setdefault("peers", {}).update(found["peers"])
+    for load, by in found["rounds"].items():
+        rounds = kept.setdefault("rounds", {}).setdefault(load, {})
+        for name, new in by.items():
+            rounds[name] = rounds.get(name, []) + new if more else new
+        kept.setdefault("requests_alike", {}).setdefault(load, {}).update(found["requests_alike"][load])
+        kept.setdefault("medians", {})[load] = {
+            name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in rounds.items()
+        }
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = ["| load | engine | rounds | output tok/s | decode ms | max gap ms | late TTFT ms | requests alike |"]
+    lines.append("|---" * 8 + "|")
+    for load, by in found["medians"].items():
+        alike = found["requests_alike"][load]
+        for name, figures in by.items():
+            about = found["peers"][name]
+            keys = ("output_tok_per_s", "decode_ms", "max_gap_ms", "late_ttft_ms")
+            cells = [load, f"{about['name']} {about['version']}", str(len(found["rounds"][load][name]))]
+            cells += [f"{figures[key]:.1f}" if key in figures else "" for key in keys]
+            lines.append("| " + " | ".join([*cells, f"{alike[name]} of {alike['requests']}"]) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -132,6 +116,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=("w1", "w2", "w3"), default=["w1", "w2", "w3"])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--more", action="store_true", help="rounds that join those in --out")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "peers.json")
     args = parser.parse_args()
@@ -141,24 +126,13 @@ def main() -> None:
         "threads": args.threads,
         "models": {},
     }
-    if args.out.exists():  # loads and models measured in runs of their own stand beside each other
+    if args.out.exists():  # loads, models and peers measured in runs of their own stand beside each other
         result["models"] = json.loads(args.out.read_text())["models"]
     for shape in args.models:
-        found = compare(shape, args)
-        kept = result["models"].setdefault(shape, {key: {} for key in found})
-        for key, value in found.items():
-            kept[key] |= value
-        print(f"\n{shape}, {args.threads} threads")
-        print("| load | engine | output tok/s | decode ms | max gap ms | late TTFT ms | requests alike |")
-        print("|---" * 7 + "|")
-        for load, by in found["medians"].items():
-            for name, figures in by.items():
-                keys = ("output_tok_per_s", "decode_ms", "max_gap_ms", "late_ttft_ms")
-                cells = [f"{figures[key]:.1f}" if key in figures else "" for key in keys]
-                alike = found["requests_alike"][load]
-                cells.append(f"{alike[name]} of {alike['requests']}")
-                print("| " + " | ".join([load, name, *cells]) + " |", flush=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+        kept = result["models"].setdefault(shape, {})
+        merge(kept, compare(shape, args), more=args.more)
+        print(f"\n{shape}, {args.threads} threads\n{table(kept)}", flush=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

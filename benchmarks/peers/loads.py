@@ -35,7 +35,7 @@ class Stamps:
 
 def make_load(name: str, vocab_size: int) -> Load:
     """w1: 32 prompts of 64-512 tokens, 64-128 out. w2: 64 that share 1024 tokens and have 32 of their own, 32 out.
-    w3: 8 of 64 tokens, 96 out, and one of 4096 as soon as each of them has 32."""
+    w3: 8 of 64 tokens, 96 out, and one of 4096 as soon as each of them has 32. one: 16 tokens, 512 out."""
     rng = random.Random(name)
 
     def ids(count: int) -> Ids:
@@ -46,6 +46,8 @@ def make_load(name: str, vocab_size: int) -> Load:
     if name == "w2":
         shared = ids(1024)
         return Load([shared + ids(32) for _ in range(64)], [32] * 64)
+    if name == "one":
+        return Load([ids(16)], [512])
     return Load([ids(64) for _ in range(8)], [96] * 8, late=(ids(4096), 16), after=32)
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         return stream(load)[1]
 
     def stream(load: Load) -> tuple[Stamps, list[Ids]]:
-        _, tokens, stamps, _ = engine.run(load)
+        _, tokens, stamps = engine.run(load)
         return stamps, [tokens[i] for i in sorted(tokens)]
 
     about = {"name": "nanoserve", "version": version("nanoserve"), "torch": torch.__version__}

@@ -1,0 +1,133 @@
+"""What this machine can do at best: products in every layout there is, reading, and the floor of a step made of both.
+
+The floor of a step is its fastest product (F.linear, oneDNN's packing, ours), and its keys and values at the rate that
+memory is read with; both are measured in the run that the step is. What attention computes is not in it. Forms that
+are compared take turns within a round. With one thread times are CPU time of that thread: what else runs on the
+machine is left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nanoserve.model import Decoder, Linear
+from nanoserve.packed_linear import PackedLinear
+from nanoserve.record import StepRecord
+
+LEAST_S = 0.03  # that a figure of one round is measured for
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512)
+READ_NUMBERS = 2**26  # float32: more than a cache holds
+
+Forms = Mapping[str, Callable[[], object]]
+
+
+def clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def rounds_of(forms: Forms, num_rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a call, the mean of each round. A first round warms up and is left out."""
+    rounds: dict[str, list[float]] = {name: [] for name in forms}
+    now = clock()
+    for _ in range(1 + num_rounds):
+        for name, form in forms.items():
+            count, start_s = 0, now()
+            while (spent_s := now() - start_s) < LEAST_S or count < 2:
+                form()
+                count += 1
+            rounds[name].append(1e3 * spent_s / count)
+    return {name: times[1:] for name, times in rounds.items()}
+
+
+def take_turns(forms: Forms, num_rounds: int) -> dict[str, float]:
+    """The median of `rounds_of`."""
+    return {name: statistics.median(times) for name, times in rounds_of(forms, num_rounds).items()}
+
+
+@dataclass(frozen=True)
+class Rates:
+    gemm_gflops: float
+    read_gb_per_s: float
+
+
+def measure_rates() -> Rates:
+    """The best of some tries: what the machine can do when it is let."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    numbers = torch.zeros(READ_NUMBERS)
+    best, now = {"gemm": float("inf"), "read": float("inf")}, clock()
+    for _ in range(12):
+        for name, form in (("gemm", lambda: a @ b), ("read", numbers.sum)):
+            start_s = now()
+            form()
+            best[name] = min(best[name], now() - start_s)
+    return Rates(2 * 1024**3 / best["gemm"] / 1e9, 4 * READ_NUMBERS / best["read"] / 1e9)
+
+
+class Products:
+    """All matrices of one pass of a model that is not packed, in each layout."""
+
+    def __init__(self, model: Decoder) -> None:
+        plain = [module for module in model.modules() if type(module) is Linear]
+        self._sizes = [linear.weight.shape[1] for linear in plain]
+        self._layouts = self.layouts(plain)
+
+    @staticmethod
+    def layouts(linears: Sequence[Linear]) -> dict[str, Sequence[Callable[[Tensor], Tensor]]]:
+        """The same products in the same order, by how their matrices lie."""
+        return {
+            "F.linear": linears,
+            "oneDNN": [onednn_product(linear) for linear in linears],
+            "packed": [PackedLinear(linear) for linear in linears],
+        }
+
+    def forms(self, rows: int) -> dict[str, Callable[[], object]]:
+        inputs = [torch.randn(rows, size) for size in self._sizes]
+        return {name: partial(run_all, linears, inputs) for name, linears in self._layouts.items()}
+
+
+def onednn_product(linear: Linear) -> Callable[[Tensor], Tensor]:
+    """The same product, of a matrix in the order that oneDNN's kernels read, chosen for 64 rows."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 64)
+    return lambda x_TI: torch.ops.mkldnn._linear_pointwise(x_TI, weight, None, "none", [], "")
+
+
+def run_all(linears: Sequence[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
+    for linear, x_TI in zip(linears, inputs, strict=True):
+        linear(x_TI)
+
+
+class Floor:
+    """What any step of a model takes at least, in milliseconds, from what was measured here and now."""
+
+    def __init__(self, model: Decoder, rates: Rates, num_rounds: int) -> None:
+        products = Products(model)
+        self.products_ms = {rows: take_turns(products.forms(rows), num_rounds) for rows in ROWS}
+        self._fastest = [min(self.products_ms[rows].values()) for rows in ROWS]
+        self._kv_ms = model.config.kv_bytes_per_token(torch.float32) / rates.read_gb_per_s / 1e6
+
+    def of_rows(self, rows: int) -> float:
+        """Between two numbers that were measured: along a line."""
+        place = min(max(1, bisect.bisect_left(ROWS, rows)), len(ROWS) - 1)
+        (low, high), (low_ms, high_ms) = ROWS[place - 1 : place + 1], self._fastest[place - 1 : place + 1]
+        return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
+
+    def of_steps(self, records: list[StepRecord]) -> list[float]:
+        """A prompt's keys and values are read once."""
+        lens: dict[str, int] = {}
+        found = []
+        for record in records:
+            lens |= record.hit_tokens
+            for request_id, count in record.num_scheduled_tokens.items():
+                lens[request_id] += count
+            keys = sum(lens[request_id] for request_id in record.num_scheduled_tokens)
+            rows = sum(record.num_scheduled_tokens.values())
+            found.append(self.of_rows(rows) + keys * self._kv_ms if rows else 0.0)
+        return found

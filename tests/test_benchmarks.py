@@ -1,0 +1,108 @@
+"""Laws of what benchmarks make of their figures: a promise holds or not, neighbours are compared with each other, and
+a floor lies between the products that were measured."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
+
+import compare
+import floor
+import line_costs
+from line import Line, median_ratio, table
+
+from nanoserve.record import StepRecord
+
+
+@pytest.mark.parametrize(
+    ("relation", "found", "holds"),
+    [("<=", 1.25, True), ("<=", 1.251, False), ("<", 3.0, False), (">=", 5.0, True), (">=", 4.99, False)],
+)
+def test_every_line_holds_exactly_within_its_limit(relation, found, holds):
+    line = Line("a ratio", found, "x", relation, {"<": 3.0, "<=": 1.25, ">=": 5.0}[relation])
+    assert line.holds is holds
+    assert table("lines", [line]).splitlines()[-1].endswith("| yes |" if holds else "| NO |")
+
+
+def test_every_figure_without_a_limit_promises_nothing():
+    line = Line("a share", 0.034, "%")
+    assert line.holds is None
+    assert line.cells == ["a share", "3.40%", "", ""]
+
+
+def test_every_ratio_is_of_neighbours():
+    slow_rounds = [2.0, 20.0, 2.0]  # the machine was busy in the second one, for both
+    assert median_ratio([2.2, 22.0, 2.2], slow_rounds) == pytest.approx(1.1)
+    with pytest.raises(ValueError, match="longer"):
+        median_ratio([1.0], slow_rounds)
+
+
+def test_every_round_has_every_form_and_another_order_than_the_one_before():
+    forms = ["a", "b", "c"]
+    orders = [line_costs.in_order(forms, number) for number in range(6)]
+    assert all(sorted(order) == forms for order in orders)
+    assert all(before != after for before, after in pairwise(orders))
+    assert {order[0] for order in orders} == set(forms)
+
+
+@pytest.fixture
+def a_floor(monkeypatch):
+    """Of a model whose fastest product takes a millisecond a row and whose token of keys and values takes 0.1 ms."""
+    forms = {"slow": 2.0, "fast": 1.0}
+    monkeypatch.setattr(floor, "Products", lambda _: SimpleNamespace(forms=lambda rows: rows))
+    monkeypatch.setattr(floor, "take_turns", lambda rows, _: {name: rows * ms for name, ms in forms.items()})
+    config = SimpleNamespace(kv_bytes_per_token=lambda _: 1e5)
+    return floor.Floor(SimpleNamespace(config=config), floor.Rates(100.0, 1.0), 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 24, 100, 512])
+def test_every_floor_lies_between_its_neighbours(a_floor, rows):
+    assert a_floor.of_rows(rows) == pytest.approx(rows)
+
+
+def test_every_step_reads_the_keys_that_its_rows_have_by_then(a_floor):
+    def record(step: int, counts: dict[str, int], hits: dict[str, int]) -> StepRecord:
+        times = {"start_s": 0.0, "launched_s": 0.0, "end_s": 0.0}
+        return StepRecord(step=step, num_scheduled_tokens=counts, hit_tokens=hits, **times)
+
+    steps = [
+        record(1, {"a": 10}, {"a": 0}),
+        record(2, {"a": 1, "b": 4}, {"b": 16}),
+        record(3, {}, {}),
+        record(4, {"b": 1}, {}),
+    ]
+    assert a_floor.of_steps(steps) == pytest.approx([10 + 1.0, 5 + 0.1 * (11 + 20), 0, 1 + 0.1 * 21])
+
+
+def found(load: str, **seconds: list[float]) -> dict:
+    return {
+        "peers": {name: {"name": name, "version": "1"} for name in seconds},
+        "requests_alike": {load: {"reference": "x", "requests": 2, **dict.fromkeys(seconds, 2)}},
+        "rounds": {load: {name: [{"seconds": s} for s in all_s] for name, all_s in seconds.items()}},
+    }
+
+
+def test_every_run_joins_or_takes_the_place_of_the_rounds_of_its_own_load_and_peer():
+    kept: dict = {}
+    compare.merge(kept, found("w1", ours=[1.0, 2.0, 3.0], theirs=[4.0]), more=False)
+    compare.merge(kept, found("w2", ours=[7.0]), more=False)
+    compare.merge(kept, found("w1", ours=[9.0, 9.0]), more=True)
+    assert kept["medians"]["w1"] == {"ours": {"seconds": 3.0}, "theirs": {"seconds": 4.0}}
+    assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
+    compare.merge(kept, found("w1", ours=[5.0]), more=False)
+    assert kept["medians"]["w1"] == {"ours": {"seconds": 5.0}, "theirs": {"seconds": 4.0}}
+    assert "| w1 | ours 1 | 1 |" in compare.table(kept)
+
+
+def test_a_planted_ratio_of_medians_is_seen():
+    """What `median_ratio` is not: with a busy round on one side of the middle it says something else."""
+    ours, theirs = [1.0, 10.0, 10.0], [1.0, 10.0, 1.0]
+    assert median_ratio(ours, theirs) == 1.0
+    assert sorted(ours)[1] / sorted(theirs)[1] == 10.0
