@@ -134,6 +134,10 @@ class OnlyRecordable(TorchDispatchMode):
         super().__init__()
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to tell it so, torch would import its compiler: a second at every start
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.is_view:
             return func(*args, **(kwargs or {}))
