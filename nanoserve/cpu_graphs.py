@@ -45,14 +45,17 @@ class NotRecordable(Exception):
 class CpuGraphPool:
     """Records passes; all share their memory, and run one after the other. `kind` tells what its replays are."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_compiled: bool = False) -> None:
         self._memory = Memory()
+        self._is_compiled = is_compiled
         self._num_recorded = 0
         self._refused = ""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """What does the work of `run` again: on the memory that it works on now, whatever that holds then."""
         try:
+            if self._is_compiled:
+                raise NotRecordable("torch.compile's code cannot be recorded")
             recording = Recording(run, self._memory)
         except NotRecordable as reason:
             self._refused = str(reason)

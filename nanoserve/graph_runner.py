@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from nanoserve.compilation import CompileMode
 from nanoserve.graphs import Dispatcher, GraphKey, GraphMode, default_sizes, given_sizes, supported
 from nanoserve.input_batch import HostInputs, StepInputs
 from nanoserve.kv_cache import KVCache
@@ -75,7 +76,7 @@ class GraphRunner(EagerRunner):
         if config.graph_sizes is not None:
             sizes = given_sizes(config.graph_sizes, config.budget)
         self.dispatcher = dispatcher = Dispatcher(self._mode, sizes, config.max_num_seqs)
-        self._capture = self._platform.graph_pool()
+        self._capture = self._platform.graph_pool(is_compiled=self._compile_mode is not CompileMode.NONE)
         with torch.inference_mode():
             self._make_static(config)
             self._graphs = {key: self._whole(key) if is_whole(key) else self._pieces(key) for key in dispatcher.keys}

@@ -83,7 +83,7 @@ class Platform(Protocol):
 
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport: ...
 
-    def graph_pool(self) -> GraphPool: ...
+    def graph_pool(self, *, is_compiled: bool) -> GraphPool: ...
 
 
 class CpuPlatform:
@@ -123,10 +123,10 @@ class CpuPlatform:
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
         return GraphSupport.ALWAYS  # nothing is recorded: a backend may look at the batch each time
 
-    def graph_pool(self) -> GraphPool:
+    def graph_pool(self, *, is_compiled: bool) -> GraphPool:
         from nanoserve.cpu_graphs import CpuGraphPool
 
-        return CpuGraphPool()
+        return CpuGraphPool(is_compiled=is_compiled)
 
 
 class CudaPlatform:
@@ -169,7 +169,7 @@ class CudaPlatform:
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
         return attention.graph_support
 
-    def graph_pool(self) -> GraphPool:
+    def graph_pool(self, *, is_compiled: bool) -> GraphPool:
         return CudaGraphPool(self.graph_kind)
 
 

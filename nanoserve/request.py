@@ -201,7 +201,7 @@ def _checked_bias(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
     for key, value in logit_bias.items():
         digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token_id: Any = int(key) if digits else key
-        _require(_is_token_id(token_id), "a key of logit_bias", key, "a token id >= 0")
+        _require(_is_token_id(token_id), "logit_bias: the key", key, "a token id >= 0")
         number = _is_number(value) and value == value  # nan differs from itself
         _require(number, f"logit_bias[{token_id}]", value, "a number (it is clamped to [-100, 100])")
         bias[token_id] = float(max(-100, min(100, value)))  # float() of a huge integer would overflow

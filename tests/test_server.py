@@ -478,7 +478,7 @@ BAD_COMPLETIONS: list[tuple[Any, str | None]] = [
     ({"prompt": "x", "stop": ""}, "stop"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": True}, "logprobs"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, None),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias"),
     ({"prompt": "x", "priority": 1}, "priority"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
