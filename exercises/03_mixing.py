@@ -23,7 +23,7 @@ from nanoserve.scheduler import BaseScheduler, Draft, UnifiedScheduler
 # 1. **Running first**, in the order of `self.running`, while there is budget: each gets the tokens that it is behind (`num_behind`), cut to `draft.budget`. Whoever is 0 behind is passed over. `self._grow(request, n, draft)` finds the blocks; if there are none it preempts the *last* of `self.running`, and returns `False` if that was the request itself: then this part ends.
 # 2. **Then those who wait**, from the head, with what is left: while there is budget, a seat (`self.max_num_seqs`), and nobody was preempted in this step (`draft.preempted`). `_ignore` a request of `self.max_model_len` tokens or more (there must be room for a token to come), or one that never `fits`, and go on. Cut what is not cached to the budget. The watermark counts while somebody runs (with nobody there it makes no difference: not graded). `_admit` says `False`: stop.
 #
-# The list that you walk over changes while you walk: a preempted request leaves its end.
+# The list that you walk over changes while you walk: a preempted request leaves its end. In exercise 2 you walked over a copy, and nobody came behind a preemption; here somebody may, and a copy would still hold whoever has just lost everything. So go by place: an index, and `len(self.running)` looked at anew each time.
 #
 # `self.long_prefill_token_threshold` and priorities are in the built-in class as well; they are not asked for here.
 

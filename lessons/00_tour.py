@@ -131,7 +131,7 @@ assert tokenizer.decode(story.token_ids) == output.outputs[0].text
 # %% [markdown] slide
 # ## Several at once
 #
-# An engine that serves one request wastes its machine. Here are four, with answers of different lengths. A lane is a request, a cell a step. Prompts that were there from the start are computed in one step; who finishes leaves the batch, and the others' next step goes on without him: each step is decided anew (*continuous batching*), and if somebody were waiting, he would be in it. v0 has that already. White between two cells is time in which no step runs.
+# An engine that serves one request wastes its machine. Here are four, with answers of different lengths. A lane is a request (beside it the id that the engine gave it), a cell a step. Prompts that were there from the start are computed in one step; who finishes leaves the batch, and the others' next step goes on without him: each step is decided anew (*continuous batching*), and if somebody were waiting, he would be in it. v0 has that already. White between two cells is time in which no step runs.
 
 # %% slide
 together = ListRecorder()
@@ -152,13 +152,16 @@ assert all(output.outputs[0].text.startswith(answer.outputs[0].text) for answer 
 # Sixteen requests, one every fifth of a second. In JupyterLab the picture follows the run, and a button stops it; elsewhere you see its end. All prompts begin with the same 256 tokens, and stage `shared` keeps those in the same 16 blocks for all (lesson 06). From the top: blocks in use, tokens in each step, gaps between two tokens.
 
 # %% slide
+from nanoserve.lab.gpus import get_model
 from nanoserve.lab.scale import scale
 from nanoserve.lab.widgets_live import live_view
 from nanoserve.lab.workload import random_tokens, shared_system_prompt
 
 here = scale()
+assert round(get_model("nanostory").num_params / 1e6, 2) == 1.25
 load = shared_system_prompt(random_tokens(here.vocab_size), num_requests=16, prefix_len=256, output_tokens=400)
 load = replace(load, arrivals=[replace(a, at_s=0.2 * i) for i, a in enumerate(load.arrivals)])
+assert len({tuple(a.prompt_token_ids[:256]) for a in load.arrivals}) == 1 and 16 * STAGES["shared"].block_size == 256
 live_view(here.fit(STAGES["shared"]), load, here.setting(load))
 
 # %% [markdown] slide
@@ -241,6 +244,7 @@ assert my_steps in (None, handed_out), f"not {my_steps}: which token is the firs
 
 # %%
 assert handed_out == [1, 4, 8]
+assert [1, 7, 3][20 // 16] * 16 + 20 % 16 == 116  # question 4
 
 # %% [markdown]
 # ## In vLLM, look at

@@ -123,6 +123,14 @@ longer = rehearse(STAGES["chunked"], replace(load, arrivals=twice), max_num_batc
 assert longer.run.itl_us("stream").max == 23_360
 for record in mixed.records:
     assert not any(reason.code == "paused" for reason in record.left_out.values())
+refused = ""
+try:
+    replace(STAGES["chunked"], max_num_seqs=300, max_num_batched_tokens=256).resolve(
+        model_len=16_384, pool_blocks=2_000, device="cpu"
+    )
+except ValueError as error:
+    refused = str(error)
+assert "max_num_seqs" in refused  # question 4
 
 # %% [markdown] slide
 # ## The knob
@@ -155,7 +163,13 @@ chunk_slider(load)
 assert all(p.itl_max_ms < v0.run.itl_us("stream").max / 1000 for p in points.values())
 assert all(a.itl_max_ms < b.itl_max_ms and a.ttft_ms > b.ttft_ms for a, b in pairwise(points.values()))
 assert points[128].ttft_ms > 2000 and points[256].ttft_ms > 1200 > 800 > points[512].ttft_ms
-assert points[512].itl_p50_ms > 2 * points[2048].itl_p50_ms
+assert points[512].itl_p50_ms > 2 * points[2048].itl_p50_ms and round(points[2048].itl_max_ms) == 69
+whole = rehearse(STAGES["chunked"], load, max_num_batched_tokens=16_384 + 8).run
+assert whole.itl_us("stream").max > 499_520  # a budget that holds the whole prompt
+queue = rehearse(STAGES["chunked"], load, max_num_batched_tokens=128).records
+for record in queue:  # question 5: a second prompt gets something only where the first one ends
+    chunks = [i for i, n in record.num_scheduled_tokens.items() if i.startswith("long") and n > 1]
+    assert len(chunks) < 2 or record.sampled[chunks[0]]
 
 # %% [markdown] slide
 # ## What it costs, on a large GPU
@@ -166,7 +180,7 @@ assert points[512].itl_p50_ms > 2 * points[2048].itl_p50_ms
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
-from nanoserve.lab.costs import Roofline
+from nanoserve.lab.costs import Roofline, StepLoad
 from nanoserve.lab.gpus import Memory, get_gpu, get_model
 
 h100s = Roofline(Memory(model=get_model("llama-3-70b"), gpu=get_gpu("h100"), tp=8, dtype="fp8"))
@@ -181,6 +195,10 @@ for name, config, budget in (("v0", STAGES["v0"], 16_384), ("chunked", STAGES["c
 # The freeze goes from 284 to 10 ms, the TTFT stays, and the GPU has *less* to do: 5 % here. That is the original argument for mixing: decodes leave the arithmetic units idle, a chunk of prompt fills them. The roofline leaves out what the host adds to each step; the `linear` costs above show what that does.
 
 # %%
+assert (
+    round(h100s.step_us(StepLoad(num_tokens=1, num_requests=1)) / 1000, 1) == 3.3
+    and round(h100s.knee_tokens, -1) == 220
+)
 assert big["chunked"].itl_us("stream").max < 10_000 and big["v0"].itl_us("stream").max > 280_000
 assert big["chunked"].busy_us < 0.96 * big["v0"].busy_us
 assert abs(big["chunked"].ttft_us("long").p50 / big["v0"].ttft_us("long").p50 - 1) < 0.01

@@ -145,6 +145,7 @@ def busy_beside(num_ops, switch_ms, op_ms=0.3, python_ms=0.05):
 
 lanes = {"alone": busy_beside(4, switch_ms=0), "beside a busy thread": busy_beside(4, switch_ms=5)}
 assert round(step_end(lanes["beside a busy thread"]) - step_end(lanes["alone"]), 6) == 15
+assert round(step_end(lanes["alone"]), 6) == 1.4
 show_figure(lock_lanes(lanes, Setting("four operations", "a toy", "simulated", 0)))
 
 # %% [markdown]
@@ -248,7 +249,7 @@ setting = Setting("64 stories", here.device, "wall", 0)
 show_figure(gap_histogram({stage: step_gaps(records) for stage, records in measured.items()}, setting))
 
 # %% [markdown]
-# The gap is only what happens *between* two steps. Here nobody takes turns: the pump begins the next step as soon as it gets the lock, and it may be the step that is held up. By less than in the toy, for the event loop has no more to do than a step's news. So look at the steps as well, and at both together:
+# The gap is only what happens *between* two steps. Here nobody takes turns: the pump begins the next step as soon as it gets the lock, and it may be the step that is held up. Usually by less than in the toy, for the event loop has no more to do than a step's news. So look at the steps as well, and at both together:
 
 # %% slide
 for stage, records in measured.items():

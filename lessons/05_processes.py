@@ -198,6 +198,8 @@ layouts = {"in process": InProcessClient, "core process": CoreProcessClient, "sp
 for name, layout in layouts.items():
     cost = measure_step(replace(config, client=layout), num_running=64, num_steps=100)
     borders[name] = Border(crossing_bytes(layout, 64), cost.step_s * 1e6, cost.start_s)
+assert borders["split runner"].step_us - borders["in process"].step_us < 10_000  # less than a step of 10 ms
+assert borders["in process"].start_s < borders["core process"].start_s  # an interpreter has to start
 show_figure(border_costs(borders, Setting("64 decodes, no model", scale().device, "wall", 0)))
 
 # %% [markdown] slide

@@ -65,6 +65,8 @@ first = shared.records[0]
 assert len(first.num_scheduled_tokens) == 8
 assert [first.hit_tokens[f"session-{i}"] for i in range(8)] == [0] + [128] * 7
 maps = {"multiprocess": BlockHistory(private.trace).at(2), "shared": BlockHistory(shared.trace).at(2)}
+assert set(maps["multiprocess"].refs.values()) == {1}
+assert sorted(maps["shared"].refs.values()) == [1] * 16 + [8] * 8
 show_figure(block_map(maps, 96, private.setting))
 
 # %% [markdown] slide
@@ -105,6 +107,10 @@ for one in (a, b):
 moved = request("C", [999] * 16 + common)
 assert blocks.lookup(moved).num_tokens == 0
 assert blocks.hash_block(moved, 1, b"one parent") != blocks.hash_block(moved, 1, b"another")
+assert blocks.lookup(request("D", [999, *common[1:], 7])).num_tokens == 0  # question 1: only the first token differs
+salted = request("E", [*common, 7])
+salted.cache_salt = "another customer"
+assert blocks.lookup(salted).num_tokens == 0 < blocks.lookup(request("F", [*common, 7])).num_tokens
 
 # %% [markdown] slide
 # ## 2. Owners: reference counts
@@ -126,6 +132,7 @@ print({block_id: blocks.pool.blocks[block_id].ref for block_id in (1, 2, 3, 4, 5
 # NBVAL_CHECK_OUTPUT
 blocks.free(b)
 print("handed out next:", [block.id for block in blocks.pool])
+assert [block.id for block in blocks.pool][:2] == [5, 4] and [block.id for block in blocks.pool][-3:] == [3, 2, 1]
 assert blocks.num_free_blocks == 10 and blocks.lookup(request("D", [*common, 7])).num_tokens == 48
 
 # %% [markdown] slide
@@ -161,6 +168,7 @@ blocks.allocate(first, 48)
 for length in (32, 33):
     hit = blocks.lookup(request(f"again-{length}", common[:length]))
     print(f"{length} tokens, all cached: {hit.num_tokens} hit, {length - hit.num_tokens} to compute")
+    assert length - hit.num_tokens == {32: 16, 33: 1}[length]
 
 careless = HitsTheWholePrompt(num_blocks=11, block_size=16)
 careless.allocate(request("first", common), 48)
@@ -231,12 +239,14 @@ print("1000 copies:", format_bytes(1000 * 30_000 * memory.kv_bytes_per_token))
 print(f"blocks for 1000 sessions: {1000 * alone:,} with private copies, {30_000 // 16 + 1000 * own:,} shared")
 print("sessions that fit on 8 x H100 at once: {} private, {:,} shared".format(*memory.sessions(30_000, 100)))
 
-sessions, costs = system_prompt(num_sessions=100), Roofline(memory)
+sessions, costs, last_us = system_prompt(num_sessions=100), Roofline(memory), {}
 for stage in runs:
     run = rehearse(STAGES[stage], sessions, costs, num_blocks=memory.num_blocks, max_num_batched_tokens=2048).run
+    last_us[stage] = run.ttft_us().max
     print(f"{stage:<13} last first token after {run.ttft_us().max / 1e6:6.1f} s, {run.num_tokens:,} tokens computed")
 
 # %% slide
+assert last_us["multiprocess"] > 20 * last_us["shared"]
 memory_calculator()  # in JupyterLab: another model, other GPUs, other sessions
 
 # %% [markdown] slide
@@ -255,6 +265,8 @@ second = v0_cached.records[1]
 print("computed:", measure(v0_cached.records).prompt_tokens_computed, "prompt tokens")
 print("session-1, table entries replaced after the fact:", second.replaced_blocks["session-1"][:3], "...")
 assert len(second.replaced_blocks) == 7
+assert measure(v0_cached.records).prompt_tokens_computed == measure(private.records).prompt_tokens_computed == 1152
+assert v0_cached.records[2].num_used_blocks < private.records[2].num_used_blocks / 2
 
 # %% [markdown] slide
 # v0's cache saves the memory here, and none of the work: sessions that arrive together find nothing, since nothing is computed yet.

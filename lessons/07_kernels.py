@@ -156,7 +156,7 @@ show_source(attention_kernels._paged_attention.fn)
 tile = Tile(rows=16, keys=32, num_warps=4, num_stages=1)  # 16 rows: 8 queries of the 2 heads that share keys
 tiling = {"tile_queries": 8, "tile_keys": tile.keys}
 grid = programs(list(rows.values()), **tiling)
-assert len(grid) == 18 // 8 + 5
+assert len(grid) == 18 // 8 + 5 and [p.num_keys for p in grid if p.row == 1] == [40]
 setting = Setting("five rows", "tiles of 8 queries", "simulated", 0)
 show_figure(read_map({"one launch": grid}, list(rows), 16, setting, tables.tolist()))
 

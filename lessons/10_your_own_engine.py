@@ -25,6 +25,7 @@
 # %%
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -74,6 +75,7 @@ for kind in ("short", "long"):
 package = Path(nanoserve.__file__).parent
 [file] = [f for f in (p / "examples" / "shortest_first.py" for p in (package.parent, package)) if f.exists()]
 ShortestFirst = load_class(f"{file}:ShortestFirst")
+assert 15 < len(str(show_source(ShortestFirst)).splitlines()) < 30
 show_source(ShortestFirst)
 
 # %% [markdown]
@@ -95,6 +97,7 @@ assert built_in.run.num_tokens == 22_721 and built_in.run.num_steps == 52
 assert [round(sum(result.run.ttfts_us()) / 1e6) for result in (built_in, mine)] == [32, 14]
 assert built_in.run.ttfts_us("long")[0] == 186_880
 assert mine.run.ttft_us("long").max - built_in.run.ttft_us("long").max == 327_040
+assert round((built_in.run.ttft_us("short").p50 - mine.run.ttft_us("short").p50) / 1000) == 184
 
 # %% [markdown] slide
 # ## See it
@@ -125,7 +128,7 @@ show_figure(step_timeline({name: result.records for name, result in both.items()
 # NBVAL_CHECK_OUTPUT
 judged = grade(Policy(path=str(file)), grading_loads(0), seed=0, fields={}, time_limit_s=20)
 print(verdict_line(judged))
-assert judged.passed
+assert judged.passed and len(judged.results) == 16 and len(judged.results[0].verdicts) == 7
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -142,8 +145,15 @@ for load in ("burst", "stream-of-shorts"):
 #
 # Without patience, `AGEING = 0`, a long prompt waits for as long as short ones keep coming:
 
+
 # %% slide
 # NBVAL_CHECK_OUTPUT
+def is_fairer(load):
+    [own] = [result.figures for result in judged.results if result.load == load]
+    return own.fairness > judged.beside[load]["UnifiedScheduler"].fairness
+
+
+assert is_fairer("burst") and not is_fairer("stream-of-shorts")
 with TemporaryDirectory() as folder:
     greedy = Path(folder) / "greedy.py"
     greedy.write_text(file.read_text(encoding="utf-8").replace("AGEING = 4", "AGEING = 0"), encoding="utf-8")
@@ -166,6 +176,7 @@ for ageing in (0, 64, 128, 256, 512, 1024):
     points[ageing] = run.ttft_us("short").p50 / 1000, run.ttft_us("long").max / 1000
     print(f"AGEING = {ageing:>4}: short P50 {points[ageing][0]:3.0f} ms, long max {points[ageing][1]:3.0f} ms")
 module.AGEING = 4
+assert all(short <= other and long >= more for (short, long), (other, more) in pairwise(points.values()))
 
 # %% [markdown] slide
 # From line to line: what the long ones get, the short ones give. A scheduler cannot make work vanish; a cache can.
@@ -195,6 +206,7 @@ assert len(told) == 1
 # Each of these fields takes a class of yours; `grade` knows the first and the third. What must a class have? Its Protocol says it (`Scheduler`, `EngineClient`, `KVCacheManager`, ...).
 
 # %% slide
+assert list(SEAMS)[:3:2] == ["scheduler", "blocks"]
 for seam, classes in SEAMS.items():
     print(f"{seam:<10}", ", ".join(cls.__name__ for cls in classes.values()))
 
@@ -338,7 +350,7 @@ assert not my_ageing or my_ageing == kept, f"not {my_ageing}: look at both colum
 # <details><summary>Show</summary>Only 256: with less patience a long prompt waits for 888 ms, with more the short ones wait for over 200.</details>
 
 # %%
-assert kept == [256]
+assert kept == [256] and round(points[128][1]) == 888 and points[512][0] > 200
 
 # %% [markdown] slide
 # ## In vLLM, look at

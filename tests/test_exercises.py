@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from test_lessons import build_script, outputs_of, run_nbval
 from wrong_solutions import WRONG, Wrong
 
 from nanoserve.api import cli, cli_check
-from nanoserve.lab import check_child
-from nanoserve.lab.check import check, show_solution
+from nanoserve.blocks import SharedBlocks
+from nanoserve.lab import check_child, check_report
+from nanoserve.lab.check import NoEnd, check, show_solution
 from nanoserve.lab.check_child import Cell, read_cells, run_cells
+from nanoserve.lab.check_engine import InEngine
 from nanoserve.lab.check_exercises import EXERCISES, Exercise, exercises_dir, get_exercise, solution_source
 from nanoserve.lab.check_report import NOT_BEGUN, PASSES, Report
+from nanoserve.lab.laws import Verdict
 
 HOLE = "raise NotImplementedError("
 SLOW = {11, 14}  # seconds each: a model, and an interpreted kernel
@@ -136,6 +140,12 @@ def test_every_step_that_breaks_a_law_has_its_picture() -> None:
         (1, "longest-ignored", "a budget of 32, and blocks for 160"),
         (2, "admits-after-a-preemption", "long nothing: preemption_this_step"),
         (2, "one-behind-means-decode", "r3 1 (the end of its prompt)"),
+        (
+            2,
+            "output-means-decode",
+            "r1 8 (of what its preemption in step 25 lost, the 17 tokens of its answer included)",
+        ),
+        (3, "walks-over-a-copy", "no tokens for r4: it was preempted in this very step, and has left self.running"),
     ],
 )
 def test_every_other_plan_is_told_by_its_rule(number: int, what: str, told: str) -> None:
@@ -144,6 +154,28 @@ def test_every_other_plan_is_told_by_its_rule(number: int, what: str, told: str)
     assert report.first is not None
     assert report.first.verdict is not None
     assert told in report.first.verdict.expected
+
+
+def test_tokens_for_whoever_was_just_preempted_are_in_the_picture() -> None:
+    wrong = next(wrong for wrong in WRONG[3] if wrong.what == "walks-over-a-copy")
+    told = str(verdict_on(EXERCISES[3], wrong.of(solution_source(EXERCISES[3]))))
+    assert re.search(r"^  r4 .* x\+6$", told, re.MULTILINE)
+    assert "Also broken, perhaps by the same mistake:\n  runs, load tight-pool, step 42, request r4: " in told
+
+
+def unexplained(report: Report, text: str) -> list[str]:
+    """Broken laws of which the words behind the table do not say what was expected."""
+    words = " ".join(text.partition("\n\n")[2].split())
+    broken = [line for line in report.lines if line.verdict and not line.verdict.holds]
+    return [line.law for line in broken if line.verdict and " ".join(line.verdict.expected.split()) not in words]
+
+
+def test_every_broken_law_has_a_line_of_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = verdict_on(EXERCISES[8], WRONG[8][1].of(solution_source(EXERCISES[8])))
+    assert sum(line.state.startswith("BROKEN") for line in report.lines) == 2
+    assert unexplained(report, str(report)) == []
+    monkeypatch.setattr(check_report, "_others", lambda lines, first: iter(()))
+    assert unexplained(report, str(report)) == ["tokens"]
 
 
 def test_plans_that_differ_in_reasons_alone_are_shown_once() -> None:
@@ -180,9 +212,21 @@ def test_an_endless_loop_is_a_verdict() -> None:
     )
     answer = run_cells(cells_with(EXERCISES[7], loop))[EXERCISES[7].answer]
     report = check(7, answer, time_limit_s=0.4)
-    assert report.state == "fails lengths"
+    assert report.state == "fails runs"
+    assert [line.state for line in report.lines if line.law in ("lengths", "pure")] == ["-", "-"]
     assert "no end within 0.4 s" in str(report)
     assert "07_last_token.ipynb, cell 2, line" in str(report)
+
+
+def test_an_endless_loop_in_an_aim_is_no_verdict_on_the_aim() -> None:
+    def endless(mine: type, pairs: object) -> tuple[str, Verdict]:
+        raise NoEnd("no end within 1 s")
+
+    judge = get_exercise(7).judge()
+    assert isinstance(judge, InEngine)
+    report = replace(judge, aims=[replace(aim, look=endless) for aim in judge.aims])(SharedBlocks)
+    assert report.state == "fails runs"
+    assert {line.law: line.state for line in report.lines}["hits"] == "-"
 
 
 def test_every_line_of_the_readers_own_is_named() -> None:
@@ -359,6 +403,27 @@ def test_whatever_an_answer_does_is_a_verdict(checks: Cli, line: str, told: str)
     code, out = checks("4", "--time-limit", "0.5")
     assert code == cli.FAILED
     assert told in out
+
+
+def test_what_cells_print_is_no_part_of_a_verdict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lessons", "--copy", "--dir", str(tmp_path)]) == 0
+    mine = tmp_path / "mine.py"
+    mine.write_text("print('a table')\ndef pick_budget(measure, max_gap_ms):\n    print('my own')\n    return 8\n")
+    for words in (("4",), ("4", "--file", str(mine))):
+        capfd.readouterr()
+        assert cli.main(["check", *words, "--dir", str(tmp_path)]) == cli.FAILED
+        out, err = capfd.readouterr()
+        assert out.startswith("Exercise 04_chunk_size")
+        assert not any(printed in out + err for printed in ("Measured(", "a table"))
+        assert ("my own" in err) == (len(words) > 1)
+
+
+def test_a_folder_without_copies_is_told_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), ("3",)):
+        assert cli.main(["check", *words, "--dir", str(tmp_path)]) == cli.BAD_INPUT
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert f"nanoserve lessons --copy --dir {tmp_path}" in told
 
 
 def test_bad_requests_are_one_line(checks: Cli, tmp_path: Path) -> None:

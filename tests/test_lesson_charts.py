@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from nanoserve.config import STAGES
-from nanoserve.lab import process_charts
+from nanoserve.lab import lesson_charts, process_charts
 from nanoserve.lab.charts import Setting
-from nanoserve.lab.lesson_charts import kv_fill, kv_held, table_map
+from nanoserve.lab.lesson_charts import KnobPoint, chunk_tradeoff, itl_strip, kv_fill, kv_held, table_map
+from nanoserve.lab.metrics import request_times
 from nanoserve.lab.process_charts import (
     Border,
     Hold,
@@ -80,6 +81,39 @@ def test_one_slab_for_everyone_is_mostly_empty() -> None:
     assert paged.stored / paged.held > 0.85
 
 
+# --- Every gap a dot
+
+
+def strip() -> Figure:
+    return itl_strip({"v0": run(16, 8192).records}, load().groups, "stream", SETTING)
+
+
+def dots_and_marks(figure: Figure) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(milliseconds, height) of every dot, and of every end of a mark."""
+    dots, marks = figure.axes[0].collections
+    ends = [point for segment in marks.get_segments() for point in segment]  # type: ignore[attr-defined]
+    return [(float(x), float(y)) for x, y in dots.get_offsets()], [(float(x), float(y)) for x, y in ends]
+
+
+def misplaced(figure: Figure) -> str:
+    """A dot stands at its gap, or next to it; and no mark stands on dots."""
+    times = request_times(run(16, 8192).records).values()
+    gaps_ms = sorted(gap * 1e3 for r in times if load().groups[r.id] == "stream" for gap in r.itl_s)
+    dots, marks = dots_and_marks(figure)
+    if len(dots) != len(gaps_ms):
+        return "a gap without a dot"
+    if max(y for _, y in marks) >= min(y for _, y in dots):
+        return "a mark on the dots"
+    far = [x for (x, _), gap in zip(dots, gaps_ms, strict=True) if not 0.97 < x / gap < 1.03]
+    return "a dot far from its gap" if far else ""
+
+
+def test_every_gap_has_a_dot_next_to_it_below_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert misplaced(strip()) == ""
+    monkeypatch.setattr(lesson_charts, "CLOUD", 0.2)
+    assert misplaced(strip()) == "a dot far from its gap"
+
+
 # --- Gaps, locks, rings
 
 
@@ -88,6 +122,11 @@ def bar_heights(figure: Figure) -> list[list[float]]:
 
 
 GAPS = {"chunked": [0.003, 0.0031, 0.02, 0.0], "multiprocess": [0.0001, 0.00012]}
+
+
+def test_what_is_counted_stands_beside_the_axis() -> None:
+    for draw, counted in ((gap_histogram, "gaps"), (step_histogram, "steps")):
+        assert [ax.get_ylabel() for ax in draw(GAPS, SETTING).axes] == [f"{stage}\n{counted}" for stage in GAPS]
 
 
 def test_every_gap_is_counted_once() -> None:
@@ -140,6 +179,8 @@ MOMENTS = {"one": [Unread("plan 1", 0, 24)], "two": [Unread("plan 1", 0, 24), Un
 BORDERS = {"in process": Border(0, 310.0, 0.11), "core process": Border(1291, 365.0, 0.15)}
 PICTURES: dict[str, Callable[[], Figure]] = {
     "kv_fill": lambda: kv_fill({"slabs": kv_held(run(1024, 8192).records, 1024)}, 8192, SETTING),
+    "itl_strip": strip,
+    "chunk_tradeoff": lambda: chunk_tradeoff({n: KnobPoint(8.2, 12 + n / 30, 2e5 / n) for n in (128, 8192)}, SETTING),
     "table_map": lambda: table_map({"A": [1, 2, 9], "B": [17, 3]}, 20, SETTING),
     "gap_histogram": lambda: gap_histogram(GAPS, SETTING),
     "step_histogram": lambda: step_histogram(GAPS, SETTING),

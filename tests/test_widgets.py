@@ -6,21 +6,26 @@ tests/ui/test_lessons_ui.py.
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import pytest
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
+from PIL import Image
 
 from nanoserve.config import STAGES
-from nanoserve.lab import widgets, widgets_live
+from nanoserve.lab import charts, widgets, widgets_charts, widgets_live
 from nanoserve.lab.charts import Setting
 from nanoserve.lab.gpus import GPUS, MODELS, Memory, get_gpu, get_model
+from nanoserve.lab.metrics import Activity
 from nanoserve.lab.rehearsal import Rehearsal, rehearse
 from nanoserve.lab.scale import scale
 from nanoserve.lab.scenarios import SCENARIOS
@@ -103,7 +108,79 @@ def test_every_chunk_size_shows_the_figures_of_its_run(budget: int) -> None:
     assert first is not None
     assert f"longest gap {gaps.max / 1000:,.1f} ms" in told
     assert f"TTFT of long prompts {first.p50 / 1000:,.0f} ms" in told
-    assert "simulated clock, seed 0" in told
+    assert "steps of 8 ms + 30 µs a token, simulated clock, seed 0" in told
+
+
+def lane_names(widget: Interactive) -> list[str]:
+    """Of the picture at its start, from the top."""
+    ax = widget.draw(**starts(widget)).axes[0]
+    low, high = ax.get_ylim()
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    return names if low > high else names[::-1]
+
+
+def test_every_timeline_is_drawn_once_and_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = [arrival.id for arrival in sorted(LOAD.arrivals, key=lambda arrival: arrival.at_s)]
+    for name in ("chunk_slider", "stage_toggle"):
+        assert lane_names(EVERY[name]()) == arrived
+    draw = widgets_charts._timeline
+    monkeypatch.setattr(widgets_charts, "_timeline", lambda ax, records: draw(ax, records) and draw(ax, records))
+    assert lane_names(EVERY["chunk_slider"]()) != arrived  # one that is drawn twice stands on its head
+
+
+def overlaps(figure: Figure) -> int:
+    """Cells of a lane that stand on each other."""
+    lanes: dict[int, list[tuple[float, float]]] = {}
+    for cells in figure.axes[0].collections:
+        for path in cells.get_paths():
+            box = path.get_extents()
+            lanes.setdefault(round((box.y0 + box.y1) / 2), []).append((box.x0, box.x1))
+    return sum(second[0] < first[1] - 1e-9 for lane in lanes.values() for first, second in pairwise(sorted(lane)))
+
+
+def test_no_step_ahead_hides_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    toggle = EVERY["stage_toggle"]()
+    assert overlaps(toggle.draw(stage="v1")) == 0
+    monkeypatch.setattr(charts, "_begins", lambda records: dict.fromkeys((r.step for r in records), 0.0))
+    assert overlaps(toggle.draw(stage="v1")) > 0
+
+
+def test_every_picture_keeps_the_colour_of_a_single_prefill() -> None:
+    records = rehearse(STAGES["v0"], LOAD, max_num_batched_tokens=16_384).records[:10]
+    shown = Image.open(io.BytesIO(show_figure(live_picture(records, 64, live_setting(LOAD))).data)).convert("RGB")
+    colours = {f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in shown.getcolors(1 << 24)}
+    assert {charts.ACTIVITY_COLOURS[a] for a in (Activity.PREFILL, Activity.DECODE)} <= colours
+    few = shown.quantize(8, dither=Image.Dither.NONE).convert("RGB")
+    assert (0xB5, 0x44, 0x0D) not in {colour for _, colour in few.getcolors(1 << 24)}
+
+
+def test_every_part_of_a_run_says_what_it_leaves_out() -> None:
+    end_s = toggled()["v0"].records[-1].end_s
+    label = EVERY["stage_toggle"]().draw(stage="v0").axes[0].get_xlabel()
+    assert f"the first 1.0 s of {end_s:.1f} s, the rest is not shown" in label
+    whole = widgets.stage_toggle({"shared": rehearse(STAGES["shared"], SESSIONS, num_blocks=64)})
+    assert whole.draw(stage="shared").axes[0].get_xlabel() == "time since the first arrival (s)"
+
+
+def numbered_ticks(figure: Figure) -> list[int]:
+    """Of each log axis with something on it: how many numbers stand within its limits."""
+    figure.draw_without_rendering()
+    axes = [
+        (axis, limits) for ax in figure.axes for axis, limits in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim()))
+    ]
+    logs = [(axis, sorted(limits)) for axis, limits in axes if axis.get_scale() == "log"]
+    return [
+        sum(low <= tick.get_loc() <= high and bool(tick.label1.get_text()) for tick in axis.get_major_ticks())
+        for axis, (low, high) in logs
+    ]
+
+
+def test_every_log_axis_has_numbers_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = rehearse(STAGES["v0"], LOAD, max_num_batched_tokens=16_384).records
+    draws = [lambda: live_picture(records, 64, live_setting(LOAD)), lambda: EVERY["stage_toggle"]().draw(stage="v0")]
+    assert all(count >= 3 for draw in draws for count in numbered_ticks(draw()))
+    monkeypatch.setattr(widgets_charts, "log_ticks", lambda axis, subs=(): None)
+    assert any(count < 3 for count in numbered_ticks(draws[0]()))
 
 
 def test_no_axis_moves_with_a_slider() -> None:
@@ -231,9 +308,10 @@ def test_a_live_run_has_every_record_of_its_load() -> None:
     engine = LiveEngine(scale("cpu").fit(STAGES["shared"]), load)
     engine.wait(WAIT_S)
     assert engine.error is None
+    assert not engine.is_stopped
     assert sum(len(t) for record in engine.records for t in record.sampled.values()) == load.num_output_tokens
     told = title(live_picture(engine.records, engine.num_blocks, live_setting(load)))
-    assert "4 of 4 done, 0 running, 0 waiting" in told
+    assert "4 of the 4 that came are done, 0 running, 0 waiting" in told
     assert live_threads() == []
 
 
@@ -248,6 +326,8 @@ def test_a_stopped_run_ends_between_two_steps_and_leaves_nothing() -> None:
     engine.stop()
     assert engine.done.is_set()
     assert engine.error is None
+    assert engine.is_stopped
+    assert ", stopped: " in title(live_picture(engine.records, engine.num_blocks, live_setting(load), True))
     assert sum(len(t) for record in engine.records for t in record.sampled.values()) < load.num_output_tokens
     assert live_threads() == []
 
@@ -266,7 +346,7 @@ def test_a_picture_of_no_steps_and_of_each_beginning_can_be_drawn() -> None:
     records = rehearse(STAGES["v0"], SESSIONS, num_blocks=64).records
     for end in range(len(records) + 1):
         told = title(live_picture(records[:end], 64, live_setting(SESSIONS)))
-        assert told.startswith(f"{end} steps:")
+        assert told.startswith(f"{end} steps:" if end else "No step yet")
 
 
 def test_a_view_in_a_front_end_is_drawn_until_its_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,15 +359,20 @@ def test_a_view_in_a_front_end_is_drawn_until_its_engine_ends(monkeypatch: pytes
 
         def replace(self, figure: Figure) -> None:
             shown.append(title(figure))
-            if "4 of 4 done" in shown[-1]:
+            if "4 of the 4 that came are done" in shown[-1]:
                 over.set()
 
     monkeypatch.setattr(widgets_live, "Picture", Seen)
     monkeypatch.setattr(widgets_live, "has_front_end", lambda: True)
-    monkeypatch.setattr(LiveView, "_show_button", lambda self, engine: None)
+    button = SimpleNamespace(disabled=False, description="stop")
+    monkeypatch.setattr(LiveView, "_show_button", lambda self, engine: button)
     load = live_load(6)
     view = live_view(scale("cpu").fit(STAGES["shared"]), load, live_setting(load))
     view._ipython_display_()
     assert over.wait(WAIT_S)
     view.stop()
-    assert shown[0].startswith("0 steps: 0 of 0 done, no step yet")
+    for thread in threading.enumerate():
+        if thread.name == "live-view":
+            thread.join(WAIT_S)
+    assert shown[0].startswith("No step yet")
+    assert (button.disabled, button.description) == (True, "over")

@@ -80,6 +80,12 @@ WRONG: Mapping[int, list[Wrong]] = {
             "while index < len(self.running) and draft.budget > 0:",
             "while index < len(self.running) and draft.budget > 0 and not self.waiting:",
         ),
+        Wrong(
+            "walks-over-a-copy",
+            "plan",
+            "while index < len(self.running) and draft.budget > 0:\n            request = self.running[index]",
+            "for request in list(self.running):",
+        ),
         Wrong("admits-after-a-preemption", "policy", " and not draft.preempted", ""),
         Wrong("no-watermark", "policy", "self.watermark_blocks if self.running else 0", "0"),
         Wrong("hits-ignored", "plan", "request.num_tokens - hit.num_tokens", "request.num_tokens"),

@@ -37,14 +37,17 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.time_limit <= 3600:
         raise ValueError(f"--time-limit must be seconds in [0.1, 3600], got {args.time_limit:g}.")
     folder = Path(args.dir) / EXERCISES_DIR
+    copy = "nanoserve lessons --copy" + (f" --dir {args.dir}" if args.dir != DEFAULT_DIR else "")
     if args.number is None:
         if args.file:
             raise ValueError("--file means nothing without a number; say which exercise it answers.")
+        if not any(folder.glob("*.ipynb")):
+            raise ValueError(f"there are no exercises in {folder}; get copies of your own with: {copy}.")
         return _show_all(folder, args.time_limit, args.json)
     exercise = get_exercise(args.number)
     path = Path(args.file) if args.file else folder / f"{exercise.name}.ipynb"
     if not path.is_file():
-        fix = "give a notebook or a Python file" if args.file else "copy it with: nanoserve lessons --copy"
+        fix = "give a notebook or a Python file" if args.file else f"copy it with: {copy}"
         raise ValueError(f"{path} is not there; {fix}.")
     report = judge_file(exercise, path, args.time_limit)
     print(json.dumps(report.as_builtins(), indent=1) if args.json else report)

@@ -264,8 +264,10 @@ def _timeline(ax: Axes, records: Sequence[StepRecord]) -> set[Activity]:
     start_s = _start_s(records)
     rows = {request_id: row for row, request_id in enumerate(request_times(records))}
     cells: dict[tuple[int, Activity], list[tuple[float, float]]] = {}
+    begins = _begins(records)
     for span in spans(records):
-        cell = (span.start_s - start_s, span.end_s - span.start_s)
+        begin_s = max(span.start_s, begins[span.step])
+        cell = (begin_s - start_s, span.end_s - begin_s)
         cells.setdefault((rows[span.request_id], span.activity), []).append(cell)
     for (row, activity), cell_list in cells.items():
         ax.broken_barh(
@@ -279,6 +281,16 @@ def _timeline(ax: Axes, records: Sequence[StepRecord]) -> set[Activity]:
     ax.set_yticks(range(len(rows)), labels=labels, fontsize=7)
     ax.invert_yaxis()
     return {activity for _, activity in cells}
+
+
+def _begins(records: Sequence[StepRecord]) -> dict[int, float]:
+    """Step -> when it began to run: one that was decided ahead stands behind the step before it, and not on it."""
+    begins: dict[int, float] = {}
+    free_s = float("-inf")
+    for record in records:
+        begins[record.step] = min(max(record.start_s, free_s), record.end_s)
+        free_s = record.end_s
+    return begins
 
 
 def _activity_legend(figure: Figure, activities: Sequence[Activity]) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ def _stopped(exercise: Exercise, got: str) -> Report:
 
 def run_child(link: Link) -> int:
     """Run the cells, judge the answer, report."""
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what cells print must not mix with the report
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an answer prints must not mix with the report
     job: Job = link.recv()
     exercise, path = get_exercise(job.number), Path(job.path)
     sys.path.insert(0, str(path.parent))
@@ -90,8 +91,10 @@ def run_child(link: Link) -> int:
 
 
 def answer_in(path: Path, exercise: Exercise) -> Any:
-    """What the file defines under the exercise's name. Runs its code. ValueError."""
-    names = run_cells(read_cells(path))
+    """What the file defines under the exercise's name. Runs its code, whose prints are for readers of the notebook and
+    are dropped here. ValueError."""
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        names = run_cells(read_cells(path))
     if exercise.answer not in names:
         raise ValueError(f"{path.name} defines no {exercise.answer}; exercise {exercise.number} asks for it.")
     return names[exercise.answer]

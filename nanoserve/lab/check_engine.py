@@ -26,6 +26,7 @@ from nanoserve.lab.trial import Alone, MakeRunner, Outcome, Trial
 from nanoserve.lab.trial_loads import FIXED, Load
 from nanoserve.record import ListRecorder
 
+RUNS, RUNS_ALONE = "runs", "It comes to its end in time, and raises nothing."
 CELL_FOLDER = "ipykernel"  # where a kernel says that a cell's code is
 
 
@@ -87,12 +88,13 @@ class InEngine:
 
     def __call__(self, mine: type) -> Report:
         facts, first = fact_lines(self.facts, mine)
-        if first and first.verdict and first.verdict.law == "runs":
+        if any(line.law == RUNS for line in facts):
             return Report(exercise=self.exercise, lines=facts, first=first)
         pairs, found = self._run(mine)
         laws = engine_lines(found)
         is_healthy = not found and not first
         aims = [self._aim_line(aim, mine, pairs if is_healthy or aim.always else None) for aim in self.aims]
+        laws, aims = _raised_is_runs(laws, aims)
         scene = None
         if not first and (first := _earliest([*aims, *laws], pairs)):
             scene = _scene(first, pairs)
@@ -108,7 +110,8 @@ class InEngine:
             outcome = pairs[load.name][0].outcome
             for law, verdict in outcome.verdicts.items():
                 if not verdict.holds:
-                    found.setdefault(law, (load.name, placed(verdict, mine)))
+                    verdict = _told_of_victims(placed(verdict, mine), pairs[load.name][0].trace)
+                    found.setdefault(law, (load.name, verdict))
             if outcome.error:
                 break
         return pairs, found
@@ -160,15 +163,27 @@ class OnItsOwn:
 
 
 def fact_lines(facts: Sequence[Fact], mine: Any) -> tuple[list[Line], Line | None]:
-    """A line each, and the first that is broken. After an error the rest is not looked at."""
+    """A line each, and the first that is broken. An error is none of theirs but a line of its own before them; after it
+    the rest is not looked at."""
     lines: list[Line] = []
-    first = None
+    first = raised = None
     for fact in facts:
-        verdict = None if first and first.verdict and first.verdict.law == "runs" else _look(fact, mine)
+        verdict = _look(fact, mine) if raised is None else None
+        if verdict and verdict.law == RUNS:
+            raised, verdict = Line(law=RUNS, meaning=RUNS_ALONE, verdict=verdict), None
         lines.append(Line(law=fact.law, meaning=fact.meaning, verdict=verdict))
         if first is None and verdict and not verdict.holds:
             first = lines[-1]
-    return lines, first
+    return [raised, *lines] if raised else lines, first or raised
+
+
+def _raised_is_runs(laws: list[Line], aims: list[Line]) -> tuple[list[Line], list[Line]]:
+    """What an aim's look at the class raised says nothing about the aim: it goes to the law of code that runs."""
+    raised = [line for line in aims if line.verdict and line.verdict.law == RUNS]
+    for place, line in enumerate(laws):
+        if raised and line.law == RUNS and line.verdict and line.verdict.holds:
+            laws[place] = msgspec.structs.replace(line, verdict=raised[0].verdict)
+    return laws, [msgspec.structs.replace(line, verdict=None) if line in raised else line for line in aims]
 
 
 def _look(fact: Fact, mine: Any) -> Verdict:
@@ -179,13 +194,26 @@ def _look(fact: Fact, mine: Any) -> Verdict:
 
 
 def _earliest(lines: Sequence[Line], pairs: Pairs) -> Line | None:
-    """The line to begin with: of the first load that shows a broken law, the one that was broken first; of one step, an
-    error or a plan that is not legal, then a plan that is another."""
-    lines = sorted(lines, key=lambda line: line.law not in ("runs", "plan"))
+    """The line to begin with: of the first load that shows a broken law, the one that was broken first; of one step, a
+    plan that is not legal, the error that came of it, then a plan that is another."""
+    ranks = {"plan": 0, RUNS: 1}
+    lines = sorted(lines, key=lambda line: ranks.get(line.law, len(ranks)))
     order = list(pairs)
     broken_ones = [(line, line.verdict) for line in lines if line.verdict and not line.verdict.holds]
     places = {"": len(order)} | {name: place for place, name in enumerate(order)}
     return min(broken_ones, key=lambda one: (places[one[0].load], one[1].step), default=(None, None))[0]
+
+
+def _told_of_victims(verdict: Verdict, trace: Trace) -> Verdict:
+    """A plan with tokens for whoever was preempted in the same step, in words: a list was copied before."""
+    request_id = verdict.request
+    record = next((record for record in trace.records if record.step == verdict.step), None)
+    if verdict.law != "plan" or record is None or request_id not in record.preempted:
+        return verdict
+    if not (n := record.num_scheduled_tokens.get(request_id)):
+        return verdict
+    expected = f"no tokens for {request_id}: it was preempted in this very step, and has left self.running"
+    return msgspec.structs.replace(verdict, expected=expected, got=f"{n} tokens, as from a copy of the list")
 
 
 def _scene(line: Line, pairs: Pairs) -> Scene | None:

@@ -1,7 +1,7 @@
 """Aims of the exercises that write a policy: the plans of the built-in one step by step, and who is never let in.
 
-A plan that is another is told in words: who got how much, what of that was cached or ended a prompt, and the reasons
-of whoever got nothing. Laws: tests/test_exercises.py.
+A plan that is another is told in words: who got how much, what of that was cached, ended a prompt or was lost before,
+and the reasons of whoever got nothing. Laws: tests/test_exercises.py.
 """
 
 from __future__ import annotations
@@ -40,34 +40,44 @@ def _other_plan(mine: StepRecord, expected: StepRecord, so_far: Iterable[StepRec
     """`so_far`: the right steps, this one included; those before it were the same in both."""
     plans = [record.num_scheduled_tokens for record in (expected, mine)]
     different = [i for i in dict.fromkeys((*plans[0], *plans[1])) if plans[0].get(i, 0) != plans[1].get(i, 0)]
-    ends = _ends_of_prompts(so_far)
-    wanted, got = (_told(record, different[:MAX_TOLD], ends) for record in (expected, mine))
+    notes = _notes(so_far)
+    wanted, got = (_told(record, different[:MAX_TOLD], notes) for record in (expected, mine))
     return broken("policy", expected.step, different[0], wanted, got)
 
 
-def _ends_of_prompts(records: Iterable[StepRecord]) -> set[str]:
-    """Of the requests that the last of these steps gives tokens: those whose prompt, begun before, it ends."""
+def _notes(records: Iterable[StepRecord]) -> Mapping[str, str]:
+    """Of the requests that the last of these steps gives tokens, what their number does not say: that they are the end
+    of a prompt begun before, or computed again after a preemption."""
     lengths: dict[str, int] = {}
+    sampled: dict[str, int] = {}
     computed: dict[str, int] = {}
-    ended: set[str] = set()
+    lost: dict[str, int] = {}  # request -> step of its last preemption
+    notes: dict[str, str] = {}
     for record in records:
         lengths |= {request.id: len(request.prompt_token_ids) for request in record.arrivals}
+        lost |= dict.fromkeys(record.preempted, record.step)
         computed |= dict.fromkeys(record.preempted, 0) | record.hit_tokens
-        before = dict(computed)
+        notes = {}
         for request_id, n in record.num_scheduled_tokens.items():
-            computed[request_id] += n
-        ended = {i for i in record.num_scheduled_tokens if before[i] and computed[i] == lengths.get(i)}
-        ended -= record.hit_tokens.keys()
-    return ended
+            before, num_outputs = computed[request_id], sampled.get(request_id, 0)
+            computed[request_id] = before + n
+            if request_id in lost and before < lengths[request_id] + num_outputs - 1:
+                own = f", the {num_outputs} tokens of its answer included" if num_outputs else ""
+                notes[request_id] = f"of what its preemption in step {lost[request_id]} lost{own}"
+            elif before and before + n == lengths[request_id] and request_id not in record.hit_tokens:
+                notes[request_id] = "the end of its prompt"
+        for request_id, token_ids in record.sampled.items():
+            sampled[request_id] = sampled.get(request_id, 0) + len(token_ids)
+    return notes
 
 
-def _told(record: StepRecord, different: Iterable[str], ends: set[str]) -> str:
+def _told(record: StepRecord, different: Iterable[str], known: Mapping[str, str]) -> str:
     """The step's tokens; of the different requests also what they were for, and why they got none."""
     different, parts = list(different), []
     for request_id, n in record.num_scheduled_tokens.items():
         hit = record.hit_tokens.get(request_id, 0)
         notes = [f"{hit} of its tokens are cached"] if hit else []
-        notes += ["the end of its prompt"] if request_id in ends and n else []
+        notes += [known[request_id]] if request_id in known and n else []
         told = f" ({', '.join(notes)})" if notes and request_id in different else ""
         parts.append(f"{request_id} {n}{told}")
     text = ", ".join(parts) or "nobody"

@@ -206,6 +206,7 @@ class Report:
         if self.first and self.first.verdict:
             yield ""
             yield from _explained(self.first, self.first.verdict)
+            yield from _others(self.lines, self.first)
         yield from (["", *self.notes] if self.notes else [])
         num_broken = sum(line.verdict is not None and not line.verdict.holds for line in self.lines)
         yield ""
@@ -215,14 +216,29 @@ class Report:
         return f"\n{self.scene.text()}" if self.scene else ""
 
 
-def _explained(line: Line, verdict: Verdict) -> Iterator[str]:
+def _where(line: Line, verdict: Verdict) -> list[str]:
     where = [f"load {line.load}"] if line.load else []
     where += [f"step {verdict.step}"] if verdict.step else []
-    where += [f"request {verdict.request}"] if verdict.request else []
+    return where + ([f"request {verdict.request}"] if verdict.request else [])
+
+
+def _explained(line: Line, verdict: Verdict) -> Iterator[str]:
+    where = _where(line, verdict)
     yield f"Law '{line.law}' is broken{': ' if where else ''}{', '.join(where)}."
     for label, text in (("expected", verdict.expected), ("got", verdict.got), ("at", verdict.where)):
         if text:
             yield textwrap.fill(f"  {label + ':':<9} {text}", WIDTH, subsequent_indent=" " * 12)
+
+
+def _others(lines: list[Line], first: Line) -> Iterator[str]:
+    """A line for each law that is broken besides: often by the same mistake."""
+    others = [(line, line.verdict) for line in lines if line is not first and line.verdict and not line.verdict.holds]
+    if others:
+        yield "Also broken, perhaps by the same mistake:"
+    for line, verdict in others:
+        where = ", ".join([line.law, *_where(line, verdict)])
+        text = f"  {where}: expected {verdict.expected}; got {verdict.got}"
+        yield textwrap.fill(text, WIDTH, subsequent_indent=" " * 4)
 
 
 def engine_lines(broken: dict[str, tuple[str, Verdict]]) -> list[Line]:
@@ -238,7 +254,8 @@ def engine_lines(broken: dict[str, tuple[str, Verdict]]) -> list[Line]:
 
 
 def timeline_lines(name: str, records: list[StepRecord], step: int, names: list[str]) -> Iterator[str]:
-    """A row a request, a column a step: its tokens; '.' for none, 'x' where it was preempted."""
+    """A row a request, a column a step: its tokens; '.' for none, 'x' where it was preempted, 'x+6' where it got tokens
+    all the same."""
     window = [record for record in records if step - BEFORE <= record.step <= step + AFTER]
     width = max(map(len, [*names, name, EXPECTED]))
     marks = [f">{record.step}" if record.step == step else str(record.step) for record in window]
@@ -249,11 +266,10 @@ def timeline_lines(name: str, records: list[StepRecord], step: int, names: list[
 
 
 def _cell(record: StepRecord, request_id: str) -> str:
+    lost = "x" if request_id in record.preempted else ""
     if request_id in record.num_scheduled_tokens:
-        return str(record.num_scheduled_tokens[request_id])
-    if request_id in record.preempted:
-        return "x"
-    return "." if request_id in record.left_out else ""
+        return f"{lost}{'+' if lost else ''}{record.num_scheduled_tokens[request_id]}"
+    return lost or ("." if request_id in record.left_out else "")
 
 
 def _tokens_near(records: list[StepRecord], step: int) -> list[tuple[int, dict[str, int], list[str]]]:

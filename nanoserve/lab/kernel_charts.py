@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoserve.block_pool import cdiv
 from nanoserve.lab.charts import Setting, _figure, _finish, _plain
-from nanoserve.lab.lesson_charts import PREFIX_COLOURS
+from nanoserve.lab.lesson_charts import PREFIX_COLOURS, log_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoserve.lab.gpus import ModelSize
     from nanoserve.record import StepRecord
 
-HOST, DEVICE = "#7fb7e0", "#b5440d"
+HOST, DEVICE = "#cbb9e8", "#5b3a8e"  # no activity's colours
 GRAPH_COLOURS = {"full decode": "#3fa9c9", "full": "#2a8a4a", "piecewise": "#e0b83c", "no graph": "#a8323e"}
 GREY = "#888888"
 
@@ -276,7 +276,7 @@ def input_costs(us: Mapping[str, Mapping[int, float]], setting: Setting) -> Figu
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(counts, labels=[str(n) for n in counts])
-    ax.yaxis.set_major_formatter(_plain)
+    log_ticks(ax.yaxis)
     ax.set_xlabel("requests that decode together")
     ax.set_ylabel("µs a request and step (log scale)")
     ax.grid(alpha=0.3)

@@ -14,6 +14,7 @@ from nanoserve.lab.metrics import Spread, request_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 PREFIX_COLOURS = ("#3fa9c9", "#e0b83c", "#a8323e", "#2a8a4a", "#8e6bbf", "#b5440d", "#7fb7e0")
 OWN, EMPTY = "#bdbdbd", "#f4f4f4"
 COLUMNS = 16  # blocks in a row of the map
+CLOUD = 0.025  # powers of ten: how wide dots of one value are spread on a log axis
 
 
 class KnobPoint(NamedTuple):
@@ -36,41 +38,52 @@ class KnobPoint(NamedTuple):
 def itl_strip(
     runs: Mapping[str, Sequence[StepRecord]], groups: Mapping[str, str], watched: str, setting: Setting
 ) -> Figure:
-    """`charts.itl_strip` for runs that need not be stages; of P50, P99 and max, those at one place share a label."""
-    figure = _figure(height=1.6 + 0.8 * len(runs))
+    """`charts.itl_strip` for runs that need not be stages; of P50, P99 and max, those at one place share a label, and
+    stand above the dots instead of on them."""
+    figure = _figure(height=1.7 + 0.85 * len(runs))
     ax = figure.add_subplot()
-    longest = {}
+    gaps_ms: dict[str, list[float]] = {}
     for row, (name, records) in enumerate(runs.items()):
         times = request_times(records).values()
-        gaps_ms = [gap * 1e3 for r in times if groups.get(r.id) == watched for gap in r.itl_s]
-        longest[name] = max(gaps_ms)
-        _draw_gaps(ax, row, gaps_ms, look_of(name))
+        gaps_ms[name] = [gap * 1e3 for r in times if groups.get(r.id) == watched for gap in r.itl_s]
+        _draw_gaps(ax, row, gaps_ms[name], look_of(name))
     ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(_plain)
-    ax.set_yticks(range(len(runs)), labels=list(runs))
-    ax.set_ylim(len(runs) - 0.5, -0.8)
+    log_ticks(ax.xaxis)
+    ax.set_yticks(range(len(runs)), labels=[f"{name}\n{len(gaps):,} gaps" for name, gaps in gaps_ms.items()])
+    ax.set_ylim(len(runs) - 0.5, -0.85)
     ax.margins(x=0.1)
     ax.set_xlabel(f"gap between two tokens of a {watched} request (ms, log scale)")
     ax.grid(axis="x", alpha=0.3)
-    told = ", ".join(f"{name} {gap:,.0f} ms" for name, gap in longest.items())
-    return _finish(figure, setting, "Inter-token latency", f"The last mark of a row is its longest gap: {told}.")
+    told = ", ".join(f"{name} {max(gaps):,.0f} ms" for name, gaps in gaps_ms.items())
+    caption = f"A dot is one gap, moved a little where dots would meet. A row's last mark is its longest: {told}."
+    return _finish(figure, setting, "Inter-token latency", caption)
+
+
+def log_ticks(axis: Axis, subs: Sequence[float] = (1, 2, 5)) -> None:
+    """Of a log axis: a number at each power of ten, and at its multiples by `subs`, however short the axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=subs, numticks=100))
+    axis.set_major_formatter(_plain)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_gaps(ax: Axes, row: int, gaps_ms: Sequence[float], look: Look) -> None:
     spread = Spread.of(gaps_ms)
     assert spread is not None, "there is no gap to draw"
-    jitter = [((i * 0.618034) % 1 - 0.5) * 0.5 for i in range(len(gaps_ms))]  # evenly spread, the same every time
-    places = [row + j for j in jitter]
-    ax.scatter(gaps_ms, places, s=9, marker=look.marker, color=look.colour, alpha=0.35, linewidths=look is OTHER_LOOK)
+    in_order = sorted(gaps_ms)  # so that gaps of one length are evenly spread over their cloud
+    places = [row + ((i * 0.56984) % 1 - 0.5) * 0.6 for i in range(len(in_order))]
+    beside = [gap * 10 ** (((i * 0.754878) % 1 - 0.5) * CLOUD) for i, gap in enumerate(in_order)]
+    ax.scatter(beside, places, s=8, marker=look.marker, color=look.colour, alpha=0.4, linewidths=look is OTHER_LOOK)
     labels: dict[str, float] = {}
     for name, value in (("P50", spread.p50), ("P99", spread.p99), ("max", spread.max)):
         before = next((known for known, there in labels.items() if value < 1.3 * there), "")
         labels.pop(before, None)
         labels[f"{before}, {name}" if before else name] = value
-    ax.vlines(list(labels.values()), row - 0.34, row + 0.34, color="black", linewidth=1.2)
+    ax.vlines(list(labels.values()), row - 0.46, row - 0.34, color="black", linewidth=1.6)
     for name, value in labels.items():
         text = f"{name} {value:,.{2 if value < 10 else 1}f}"
-        ax.annotate(text, (value, row - 0.36), ha="center", va="bottom", fontsize=8)
+        ax.annotate(text, (value, row - 0.48), ha="center", va="bottom", fontsize=8)
 
 
 def chunk_tradeoff(points: Mapping[int, KnobPoint], setting: Setting) -> Figure:
@@ -85,17 +98,18 @@ def chunk_tradeoff(points: Mapping[int, KnobPoint], setting: Setting) -> Figure:
     first.plot(budgets, [p.ttft_ms for p in points.values()], color="#b5440d", marker="D")
     first.set_ylabel("TTFT of the long prompt, P50 (ms)")
     first.set_ylim(bottom=0)
+    first.yaxis.set_major_formatter(_plain)
     for ax in (gaps, first):
         ax.set_xscale("log", base=2)
-        ax.set_xticks(budgets, labels=[str(budget) for budget in budgets], fontsize=8)
-        ax.set_xlabel("max_num_batched_tokens")
+        ax.set_xticks(budgets, labels=[f"{budget:,}" for budget in budgets], fontsize=8)
+        ax.set_xlabel("max_num_batched_tokens: tokens a step, at most")
         ax.grid(alpha=0.3)
     gaps.set_yscale("log")
-    gaps.yaxis.set_major_formatter(_plain)
+    log_ticks(gaps.yaxis)
     small, large = points[min(points)], points[max(points)]
     caption = (
-        f"From {min(points)} to {max(points)} tokens a step the longest gap goes from {small.itl_max_ms:,.0f} to "
-        f"{large.itl_max_ms:,.0f} ms, the long prompt's first token from {small.ttft_ms:,.0f} to {large.ttft_ms:,.0f}."
+        f"From {min(points)} to {max(points):,} tokens a step: longest gap {small.itl_max_ms:,.0f} to "
+        f"{large.itl_max_ms:,.0f} ms, first token of the long prompt {small.ttft_ms:,.0f} to {large.ttft_ms:,.0f} ms."
     )
     return _finish(figure, setting, "The chunk size is a knob", caption)
 
@@ -129,8 +143,8 @@ def block_map(maps: Mapping[str, BlockMap], num_blocks: int, setting: Setting) -
         ax.set_ylabel(stage, color=look_of(stage).colour, fontweight="bold")
     held = ", ".join(f"{stage} {len(blocks.refs)}" for stage, blocks in maps.items())
     caption = (
-        "A square is a block: coloured where others begin with the same text, grey where not; its number: the tables "
-        f"that it is in; '-': none, but still cached. Blocks held: {held}."
+        "A square is a block: coloured where others begin with the same text; its number: the tables that it is in; "
+        f"'-': none, but still cached. The first place is empty: block 0 is nobody's. Blocks held: {held}."
     )
     return _finish(figure, setting, f"The KV blocks in step {next(iter(maps.values())).step}", caption)
 

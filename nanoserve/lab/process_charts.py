@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanoserve.lab.charts import Setting, _figure, _finish, _plain, look_of
-from nanoserve.lab.lesson_charts import EMPTY, PREFIX_COLOURS
+from nanoserve.lab.charts import OTHER_LOOK, Setting, _figure, _finish, look_of
+from nanoserve.lab.lesson_charts import EMPTY, PREFIX_COLOURS, log_ticks
 from nanoserve.lab.metrics import Spread
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_BINS, MIN_PER_DECADE = 24, 8  # about so many bins, but no coarser ones
 ROUNDING = 1e-9  # of a logarithm: a value at an edge is inside
 SHORTEST_MS = 0.01  # what is shorter is counted as this long
-LANES: Mapping[str, str] = {"step": "#332288", "operation": "#7fb7e0", "front end": "#b5440d"}
+LANES: Mapping[str, str] = {"step": "#5b3a8e", "operation": "#cbb9e8", "front end": "#777777"}  # no activity's colours
 
 
 class Hold(NamedTuple):
@@ -50,7 +50,7 @@ class Border(NamedTuple):
 
 def gap_histogram(gaps_s: Mapping[str, Sequence[float]], setting: Setting) -> Figure:
     """A panel a run: how many gaps between two steps were how long (log axis), P50 and max marked."""
-    figure = _histograms(gaps_s, "gap between the end of a step and the start of the next (ms, log scale)")
+    figure = _histograms(gaps_s, "gap between the end of a step and the start of the next (ms, log scale)", "gaps")
     caption = (
         f"In a gap the engine computes nothing, though requests wait for it. All gaps together: {_totals(gaps_s)}."
     )
@@ -59,7 +59,7 @@ def gap_histogram(gaps_s: Mapping[str, Sequence[float]], setting: Setting) -> Fi
 
 def step_histogram(steps_s: Mapping[str, Sequence[float]], setting: Setting) -> Figure:
     """The same for how long the steps were."""
-    figure = _histograms(steps_s, "time of a step (ms, log scale)")
+    figure = _histograms(steps_s, "time of a step (ms, log scale)", "steps")
     caption = f"A step that waits for the lock computes no more than one that does not. All steps: {_totals(steps_s)}."
     return _finish(figure, setting, "How long the steps were", caption)
 
@@ -68,9 +68,7 @@ def _totals(times_s: Mapping[str, Sequence[float]]) -> str:
     return ", ".join(f"{name} {sum(times) * 1e3:,.0f} ms" for name, times in times_s.items())
 
 
-def _histograms(times_s: Mapping[str, Sequence[float]], xlabel: str) -> Figure:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
+def _histograms(times_s: Mapping[str, Sequence[float]], xlabel: str, counted: str) -> Figure:
     figure = _figure(height=1.5 + 1.35 * len(times_s))
     axes = figure.subplots(len(times_s), 1, sharex=True, squeeze=False)[:, 0]
     times_ms = {name: [max(time_s * 1e3, SHORTEST_MS) for time_s in times] for name, times in times_s.items()}
@@ -81,14 +79,12 @@ def _histograms(times_s: Mapping[str, Sequence[float]], xlabel: str) -> Figure:
         spread = Spread.of(times)
         assert spread is not None, f"{name} has nothing to draw"
         ax.hist(times, bins=edges, color=look_of(name).colour, edgecolor="white", linewidth=0.5)
-        ax.set_ylabel(f"{name}\nsteps", fontsize=9)
+        ax.set_ylabel(f"{name}\n{counted}", fontsize=9)
         ax.margins(y=0.35)
         _mark(ax, "P50", spread.p50)
         if spread.max > 1.5 * spread.p50:
             _mark(ax, "max", spread.max)
-    axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[-1].xaxis.set_major_formatter(_plain)
-    axes[-1].xaxis.set_minor_formatter(NullFormatter())
+    log_ticks(axes[-1].xaxis)
     axes[-1].set_xlabel(xlabel)
     return figure
 
@@ -132,7 +128,10 @@ def lock_lanes(runs: Mapping[str, Sequence[Hold]], setting: Setting) -> Figure:
     axes[0].set_xlim(left=0)
     axes[-1].set_xlabel("time (ms)")
     ends = ", ".join(f"{name} {step_end(holds):,.1f} ms" for name, holds in runs.items())
-    caption = f"Dark and red need the lock, so they never overlap; light does not need it. The step ends after: {ends}."
+    caption = (
+        "Dark violet and grey need the lock, so they never overlap; pale violet does not need it. The step ends after: "
+        f"{ends}."
+    )
     return _finish(figure, setting, "Who holds the interpreter lock", caption)
 
 
@@ -170,16 +169,17 @@ def parts(message: Unread, capacity: int) -> list[tuple[int, int]]:
 
 BORDER_LABELS = {
     "bytes_per_step": "bytes that cross in a step",
-    "step_us": "time of a step (us)",
+    "step_us": "time of a step (µs)",
     "start_s": "time to start (s)",
 }
 
 
 def border_costs(layouts: Mapping[str, Border], setting: Setting) -> Figure:
-    """A bar a layout in each of three panels: bytes a step, microseconds a step, seconds to start."""
+    """A bar a layout in each of three panels: bytes a step, microseconds a step, seconds to start. Layouts are three at
+    most: those of stages `chunked` and `multiprocess`, in their colours, and one that is no stage's."""
     figure = _figure(height=1.6 + 0.4 * len(layouts))
     panels = figure.subplots(1, len(BORDER_LABELS))
-    colours = [PREFIX_COLOURS[row % len(PREFIX_COLOURS)] for row in range(len(layouts))]
+    colours = [look.colour for look in (look_of("chunked"), look_of("multiprocess"), OTHER_LOOK)][: len(layouts)]
     for ax, (field, label) in zip(panels, BORDER_LABELS.items(), strict=True):
         values = [getattr(border, field) for border in layouts.values()]
         ax.barh(list(layouts), values, color=colours, height=0.6)
@@ -188,6 +188,7 @@ def border_costs(layouts: Mapping[str, Border], setting: Setting) -> Figure:
             ax.annotate(text, (value, row), (3, 0), textcoords="offset points", va="center", fontsize=8)
         ax.invert_yaxis()
         ax.margins(x=0.3)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         ax.set_xlabel(label, fontsize=9)
         ax.tick_params(labelsize=8, labelleft=ax is panels[0])
     caption = "The time is that of everything but the model, which takes milliseconds on top of it in every layout."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import EngineConfig
 from nanoserve.lab.charts import Setting
-from nanoserve.lab.costs import REFERENCE, CostModel
+from nanoserve.lab.costs import REFERENCE, CostModel, Linear, parse_costs
 from nanoserve.lab.simulator import Host, complete_config, simulate
 from nanoserve.lab.trace import Trace
 from nanoserve.record import ListRecorder, StepRecord
@@ -42,7 +42,7 @@ class Rehearsal:
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.run.workload.name, f"costs {self.run.costs}", "simulated", self.run.workload.seed)
+        return Setting(self.run.workload.name, _in_words(self.run.costs), "simulated", self.run.workload.seed)
 
 
 def rehearse(
@@ -59,3 +59,12 @@ def rehearse(
     recorder = ListRecorder()
     complete = complete_config(replace(config, **fields), max_model_len=load.longest, num_blocks=num_blocks)
     return Rehearsal(simulate(complete, load, costs, host, observer=recorder), recorder)
+
+
+def _in_words(costs: str) -> str:
+    """What a step costs, as the title of a picture says it to those who know no command line."""
+    if not costs.startswith("linear:"):
+        return f"costs {costs}"
+    linear = parse_costs(costs)
+    assert isinstance(linear, Linear)
+    return f"steps of {linear.base_us / 1000:g} ms + {linear.token_us:g} µs a token"

@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nanoserve.lab.charts import ACTIVITY_COLOURS, Setting, _activity_legend, _figure, _finish, _timeline, look_of
+from nanoserve.lab.charts import (
+    ACTIVITY_COLOURS,
+    Setting,
+    _activity_legend,
+    _figure,
+    _finish,
+    _plain,
+    _timeline,
+    look_of,
+)
 from nanoserve.lab.gpus import Memory, format_bytes, session_blocks
-from nanoserve.lab.lesson_charts import COLUMNS, OWN, PREFIX_COLOURS, _draw_gaps, _draw_map
+from nanoserve.lab.lesson_charts import COLUMNS, OWN, PREFIX_COLOURS, _draw_gaps, _draw_map, log_ticks
 from nanoserve.lab.metrics import Activity, request_times, spans
 
 if TYPE_CHECKING:
@@ -38,26 +47,37 @@ def run_picture(stage: str, label: str, run: Rehearsal, window_s: Range, gaps_ms
     others = sorted({group for group in load.groups.values() if group != load.watched})
     figure = _figure(height=4.9)
     lanes, strip = figure.subplots(2, 1, height_ratios=(3, 1))
-    _activity_legend(figure, [activity for activity in Activity if activity in _timeline(lanes, run.records)])
+    seen = _timeline(lanes, run.records)
+    _activity_legend(figure, [activity for activity in Activity if activity in seen])
     lanes.set_xlim(window_s)
-    lanes.set_xlabel("time since the first arrival (s)")
+    lanes.set_xlabel(f"time since the first arrival (s){_part_of(run, window_s)}")
     times = request_times(run.records).values()
     gaps = [gap * 1e3 for r in times if load.groups[r.id] == load.watched for gap in r.itl_s]
     _draw_gaps(strip, 0, gaps, look_of(stage))
     strip.set_xscale("log")
     strip.set_xlim(gaps_ms)
-    strip.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    strip.set_ylim(0.5, -0.9)
+    log_ticks(strip.xaxis)
+    strip.set_ylim(0.5, -0.95)
     strip.set_yticks([])
-    strip.set_xlabel(f"gap between two tokens of a {load.watched} request (ms, log scale)")
+    strip.set_xlabel(f"gap between two tokens of a {load.watched} request, all of the run (ms, log scale)")
     told = [f"longest gap {max(gaps):,.1f} ms"]
     for group in others:
         first = run.run.ttft_us(group)
         told += [f"TTFT of {group} prompts {first.p50 / 1000:,.0f} ms"] if first else []
     caption = (
-        "Grey lanes wait. The widest cell above is the mark on the right below: a step that everybody sits through."
+        "Grey lanes wait. A dot below is a gap; the last mark is the longest: a wide cell above, which all sit through."
     )
     return _finish(figure, run.setting, f"{label}: {', '.join(told)}", caption)
+
+
+def _part_of(run: Rehearsal, window_s: Range) -> str:
+    """What of a run is in the window, where that is not all."""
+    start_s = min(each.arrival_s for record in run.records for each in record.arrivals)
+    end_s = run.records[-1].end_s - start_s
+    if window_s[0] <= 0 and window_s[1] >= end_s:
+        return ""
+    first = f"from {window_s[0]:.1f} to" if window_s[0] > 0 else "the first"
+    return f": {first} {window_s[1]:.1f} s of {end_s:.1f} s, the rest is not shown"
 
 
 def step_picture(
@@ -138,33 +158,50 @@ def _left(memory: Memory) -> str:
         return str(error)
 
 
-def live_picture(records: Sequence[StepRecord], num_blocks: int, setting: Setting) -> Figure:
+def live_picture(records: Sequence[StepRecord], num_blocks: int, setting: Setting, is_stopped: bool = False) -> Figure:
     """A run so far: KV blocks in use, tokens of each step, gaps between tokens; over the time since it began."""
     figure = _figure(height=5)
     blocks, batch, gaps = figure.subplots(3, 1, sharex=True)
     start_s = records[0].start_s if records else 0.0
     ends = [record.end_s - start_s for record in records]
     blocks.step(ends, [record.num_used_blocks for record in records], where="post", color=PREFIX_COLOURS[0])
-    blocks.set_ylabel(f"KV blocks\nof {num_blocks - 1:,}")
+    blocks.set_ylabel(f"KV blocks\nof {num_blocks - 1:,}" if records else "KV blocks")
     blocks.set_ylim(bottom=0)
+    if records:
+        blocks.yaxis.set_major_formatter(_plain)
+    else:
+        blocks.set_yticks([0])
     _draw_batch(batch, records, ends)
     batch.set_ylabel("tokens\na step (log)")
     times = list(request_times(records).values())
     points = [(t - start_s, gap * 1e3) for r in times for t, gap in zip(r.token_s[1:], r.itl_s, strict=True)]
     gaps.set_yscale("log")
     gaps.scatter(*zip(*points, strict=True) if points else ((), ()), s=4, color="#332288", alpha=0.4, linewidths=0)
-    gaps.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    gaps.set_ylabel("gap between\ntokens (ms)")
+    gaps.set_ylabel("gap between\ntokens (ms, log)")
     gaps.set_ylim(0.1, 2 * max([50.0, *(gap for _, gap in points)]))
-    gaps.set_xlabel("time (s)")
-    gaps.set_xlim(left=0)
+    log_ticks(gaps.yaxis, subs=(1,))
+    gaps.set_xlabel("time since the first step (s)")
+    gaps.set_xlim(left=0, right=None if records else 1)
     for ax in figure.axes:
         ax.grid(alpha=0.3)
-    running = f"{records[-1].num_running} running, {records[-1].num_waiting} waiting" if records else "no step yet"
+    caption = (
+        "Blocks and tokens rise and fall with who is there; a dot in the lowest panel is a gap that a user sat through."
+    )
+    return _finish(figure, setting, _told_so_far(records, is_stopped), caption)
+
+
+def _told_so_far(records: Sequence[StepRecord], is_stopped: bool) -> str:
+    if not records:
+        return "Stopped before its first step" if is_stopped else "No step yet: the engine is getting ready"
+    times = request_times(records).values()
     done = sum(r.finish_reason is not None for r in times)
-    longest = f", longest gap {max(gap for _, gap in points):,.1f} ms" if points else ""
-    caption = "The upper two lines rise and fall with who is there; a dot is a gap that a user sat through."
-    return _finish(figure, setting, f"{len(records):,} steps: {done} of {len(times)} done, {running}{longest}", caption)
+    gaps = [gap * 1e3 for r in times for gap in r.itl_s]
+    told = [
+        f"{len(records):,} steps{', stopped' if is_stopped else ''}: {done} of the {len(times)} that came are done",
+        f"{records[-1].num_running} running",
+        f"{records[-1].num_waiting} waiting",
+    ]
+    return ", ".join([*told, *([f"longest gap {max(gaps):,.1f} ms"] if gaps else [])])
 
 
 def _draw_batch(ax: Axes, records: Sequence[StepRecord], ends: Sequence[float]) -> None:
@@ -177,5 +214,5 @@ def _draw_batch(ax: Axes, records: Sequence[StepRecord], ends: Sequence[float]) 
         places = [(end, counts[r.step]) for r, end in zip(records, ends, strict=True) if r.step in counts]
         colour = ACTIVITY_COLOURS[activity]
         ax.scatter(*zip(*places, strict=True) if places else ((), ()), s=7, marker=marker, color=colour, label=activity)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    log_ticks(ax.yaxis, subs=(1,))
     ax.legend(loc="upper right", ncols=2, frameon=False, fontsize=8, bbox_to_anchor=(1, 1.28))

@@ -46,6 +46,7 @@ class LiveEngine:
         self._recorder = ListRecorder()
         self._first: int | None = None  # record after those of the warm-up
         self._stop = threading.Event()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name="live-engine", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -61,6 +62,11 @@ class LiveEngine:
         self._stop.set()
         self.wait(END_S)
         atexit.unregister(self.stop)
+
+    @property
+    def is_stopped(self) -> bool:
+        """By `stop`, before its load was over."""
+        return self._stopped
 
     def wait(self, timeout_s: float | None = None) -> None:
         """For the end. RuntimeError when it takes longer."""
@@ -81,7 +87,7 @@ class LiveEngine:
                 self._first = len(self._recorder.records)
                 drive(client, self._load, sleep=self._sleep, on_tokens=self._on_tokens)
         except _Stopped:
-            pass
+            self._stopped = True
         except Exception as error:  # a thread has nobody to raise it to
             self.error = error
         finally:
@@ -103,8 +109,8 @@ class LiveView:
         self.engine: LiveEngine | None = None
         self._config, self._load, self._setting = config, load, setting
 
-    def draw(self, records: list[StepRecord], num_blocks: int) -> Figure:
-        return live_picture(records, num_blocks, self._setting)
+    def draw(self, records: list[StepRecord], num_blocks: int, is_stopped: bool = False) -> Figure:
+        return live_picture(records, num_blocks, self._setting, is_stopped)
 
     def stop(self) -> None:
         """End the run that is under way, if there is one."""
@@ -120,23 +126,26 @@ class LiveView:
             Picture(self.draw(engine.records, engine.num_blocks))
             return
         picture = Picture(self.draw([], engine.num_blocks))
-        self._show_button(engine)
-        threading.Thread(target=self._follow, args=(engine, picture), name="live-view", daemon=True).start()
+        follow = (engine, picture, self._show_button(engine))
+        threading.Thread(target=self._follow, args=follow, name="live-view", daemon=True).start()
 
-    def _follow(self, engine: LiveEngine, picture: Picture) -> None:
+    def _follow(self, engine: LiveEngine, picture: Picture, button: Any) -> None:
         is_over = False
         while not is_over:
             is_over = engine.done.wait(PERIOD_S)
-            picture.replace(self.draw(engine.records, engine.num_blocks))
+            picture.replace(self.draw(engine.records, engine.num_blocks, engine.is_stopped))
+        button.disabled, button.description = True, "stopped" if engine.is_stopped else "over"
         self._raise(engine)
 
-    def _show_button(self, engine: LiveEngine) -> None:
+    def _show_button(self, engine: LiveEngine) -> Any:
+        """There is nothing to stop once the run is over: the button then says so."""
         import ipywidgets
         from IPython.display import display
 
         button: Any = ipywidgets.Button(description="stop")
         button.on_click(lambda _: engine.stop())
         display(button)
+        return button
 
     def _raise(self, engine: LiveEngine) -> None:
         if engine.error is not None:

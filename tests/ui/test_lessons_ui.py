@@ -124,7 +124,7 @@ def saved(page: Page, path: Path) -> nbformat.NotebookNode:
     """The notebook as it is on the page."""
     before = path.stat().st_mtime_ns
     page.keyboard.press("Control+s")
-    wait_for("a saved notebook", lambda: path.stat().st_mtime_ns != before)
+    wait_for("a saved notebook", lambda: path.stat().st_mtime_ns != before and path.read_text().endswith("}\n"))
     return nbformat.read(path, 4)
 
 
@@ -155,3 +155,76 @@ def test_every_cell_runs_and_the_slider_moves_the_picture(browser: Browser, tmp_
         expect(slider.locator(".widget-readout")).to_have_text("1024")
         wait_for("the other picture", lambda: shown(picture) == after.data)
         page.screenshot(path=tmp_path / "after.png")
+
+
+WIDGETS = (
+    """
+from nanoserve.config import STAGES
+from nanoserve.lab.rehearsal import rehearse
+from nanoserve.lab.scale import scale
+from nanoserve.lab.scenarios import SCENARIOS
+from nanoserve.lab.widgets import memory_calculator, stage_toggle, trace_scrubber
+from nanoserve.lab.widgets_live import live_view
+from nanoserve.lab.workload import random_tokens, shared_system_prompt
+
+load = SCENARIOS["long-prompt"].build(0)
+stage_toggle({s: rehearse(STAGES[s], load, max_num_batched_tokens=n) for s, n in (("v0", 16_384), ("v1", 512))})
+""",
+    """
+sessions = shared_system_prompt(random_tokens(1000), num_requests=4, prefix_len=64, tail_len=16, output_tokens=4)
+trace_scrubber(rehearse(STAGES["shared"], sessions, num_blocks=64))
+""",
+    "memory_calculator()",
+    """
+here = scale("cpu")
+endless = shared_system_prompt(random_tokens(here.vocab_size), num_requests=4, prefix_len=32, output_tokens=3000)
+live_view(here.fit(STAGES["shared"]), endless, here.setting(endless))
+""",
+)
+
+
+def write_widgets(path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in WIDGETS]
+    metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), path)
+
+
+def move(control: Locator) -> None:
+    """To another value: the next of a slider, the last of buttons, the first of a list."""
+    if control.locator(".noUi-handle").count():
+        control.locator(".noUi-handle").press("ArrowRight")
+    elif control.locator("button").count():
+        control.locator("button").last.click()
+    else:
+        control.locator("select").select_option(index=0)
+
+
+def test_every_other_control_moves_its_picture_and_a_live_run_stops(browser: Browser, tmp_path: Path) -> None:
+    with lessons_lab(tmp_path) as lab:
+        write_widgets(lab.folder / "widgets.ipynb")
+        with opened(browser, lab, "widgets") as page:
+            run_all(page, lab)
+            cells = page.locator(".jp-CodeCell")
+            num_moved = 0
+            for cell in (cells.nth(place) for place in range(len(WIDGETS) - 1)):
+                for control in cell.locator(".widget-slider, .widget-toggle-buttons, .widget-dropdown").all():
+                    picture = cell.locator("img")
+                    before = shown(picture)
+                    move(control)
+                    wait_for("the other picture", lambda picture=picture, before=before: shown(picture) != before)
+                    num_moved += 1
+                    page.screenshot(path=tmp_path / f"moved{num_moved}.png")
+            assert num_moved == 2 + 6
+
+            live, button = cells.last.locator("img"), cells.last.locator(".widget-button")
+            first = shown(live)
+            wait_for("a picture of more steps", lambda: shown(live) != first)
+            button.click()
+            expect(button).to_have_text("stopped")
+            expect(button).to_be_disabled()
+            stopped = shown(live)
+            page.screenshot(path=tmp_path / "stopped.png")
+            assert stopped != first
+            notebook = saved(page, lab.folder / "widgets.ipynb")
+            [picture] = [o for o in notebook.cells[-1].outputs if "image/png" in o.get("data", {})]
+            assert ", stopped: " in picture.metadata["image/png"]["alt"]
