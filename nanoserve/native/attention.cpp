@@ -3,8 +3,10 @@
 // A tile is up to TILE (query, head) pairs of one row that share a key head. It walks the keys in chunks, through the
 // block table, with an online softmax (Milakov & Gimelshein 2018), and reads nothing beyond the row's keys. A tile of
 // many pairs has one pair in each lane of a vector: a key that was read serves them all. One of few pairs, as a decode
-// has it, puts the head's dimensions in the lanes. No -ffast-math: linking with it flushes denormals to zero in the
-// whole process; sums are reordered only where the code says so.
+// has it, puts the head's dimensions in the lanes. Decodes whose tables begin with the same blocks are one tile, which
+// takes each chunk of these for all of them while it is near, and what each row does is what it does alone. No
+// -ffast-math: linking with it flushes denormals to zero in the whole process; sums are reordered only where the code
+// says so.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -12,30 +14,49 @@
 #include <vector>
 
 #ifdef __AVX512F__
-constexpr int VECTORS = 2;  // in a tile: as many as have their sums for STEP keys in registers
+constexpr int LANES = 16, MOST_VECTORS = 4;  // in a tile: as many as have their sums for STEP keys in registers
 #else
-constexpr int VECTORS = 1;
+constexpr int LANES = 8, MOST_VECTORS = 2;
 #endif
-constexpr int LANES = 16, TILE = VECTORS * LANES, FEW = 4, CHUNK = 64, STEP = 4;
+constexpr int TILE = MOST_VECTORS * LANES, FEW = 4, MOST_ROWS = 16, CHUNK = 64, STEP = 4;
 constexpr float HIDDEN = -1e30f, LOG2E = 1.44269504f, SMALL_WORK = 1 << 17;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+constexpr auto ALL_LANES = std::make_integer_sequence<int, LANES>();
 
 struct Batch {  // strides are in numbers; a token's heads and a place's dimensions lie side by side
     const float *q, *keys, *values;
     float *out;
     const int64_t *query_starts, *seq_lens, *table;
     int64_t rows, heads, kv_heads, dim, block_size, q_token, q_head, block, head, table_row, threads;
+
+    int64_t queries(int64_t row) const { return query_starts[row + 1] - query_starts[row]; }
+    float scale() const { return LOG2E / __builtin_sqrtf(dim); }  // weights are powers of 2
 };
 
-// 2^x for x <= 0: the whole part becomes the exponent's bits, the rest, at most a half, goes through seven terms.
+struct Places {  // of a chunk's keys and values; the last one again up to whole vectors, where its weight is 0
+    const float *keys[CHUNK], *values[CHUNK];
+    int n;
+};
+
+// 2^x for x <= 0, and 0 from -127 on: the whole part goes into the exponent's bits, the rest, at most a half, into a
+// polynomial that is 1 at 0 and off by 1e-7 at most, relatively.
 static inline Floats exp2(Floats x) {
-    Floats bounded = x > -126.0f ? x : Floats{} - 126.0f, sum = Floats{} + 1.0f;
-    Ints whole = __builtin_convertvector(bounded - 0.5f, Ints);
-    Floats rest = (bounded - __builtin_convertvector(whole, Floats)) * 0.693147181f;
-    for (int k = 7; k; k--) sum = 1.0f + rest * sum * (1.0f / k);
-    return x > -126.0f ? sum * (Floats)((whole + 127) << 23) : Floats{};
+    constexpr float large = 3 << 22;  // a sum with it has no bits for what is behind the point
+    const Floats bounded = x > -127.0f ? x : Floats{} - 127.0f, sum = bounded + large, rest = bounded - (sum - large);
+    Floats power = Floats{} + 0.00132647273f;
+    for (float term : {0.00967151299f, 0.0555073358f, 0.240222424f, 0.693147004f, 1.0f}) power = power * rest + term;
+    return (Floats)((Ints)power + ((Ints)sum << 23));
+}
+
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+template <int... LANE>
+static inline Floats largest(Floats x, std::integer_sequence<int, LANE...>) {  // in every lane
+    x = larger(x, __builtin_shuffle(x, Ints{(LANE ^ 8)...})), x = larger(x, __builtin_shuffle(x, Ints{(LANE ^ 4)...}));
+    x = larger(x, __builtin_shuffle(x, Ints{(LANE ^ 2)...})), x = larger(x, __builtin_shuffle(x, Ints{(LANE ^ 1)...}));
+    return x;
 }
 
 // Adds the halves of what is left of each vector, and joins two of them to one.
@@ -47,18 +68,9 @@ static inline void fold(Floats *x, std::integer_sequence<int, LANE...>) {
 }
 
 static inline Floats sum_each(Floats *x) {  // lane l: the sum of x[l]
-    constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-    fold<8>(x, lanes), fold<4>(x, lanes), fold<2>(x, lanes), fold<1>(x, lanes);
+    if constexpr (LANES == 16) fold<8>(x, ALL_LANES);
+    fold<4>(x, ALL_LANES), fold<2>(x, ALL_LANES), fold<1>(x, ALL_LANES);
     return x[0];
-}
-
-// Sums over the dimensions that share a lane.
-static inline Floats products(const float *a, const float *b, int64_t dim) {
-    Floats sum = {};
-    int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES) sum += *(const Loose *)(a + d) * *(const Loose *)(b + d);
-    for (; d < dim; d++) sum[d % LANES] += a[d] * b[d];
-    return sum;
 }
 
 // Memory is asked for what will be read soon.
@@ -66,24 +78,129 @@ static inline void ask(const float *x, int64_t dim) {
     for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(x + d);
 }
 
-struct Places {  // of a chunk's keys and values; the last one again up to whole vectors, where its weight is 0
-    const float *keys[CHUNK], *values[CHUNK];
-    int n;
+// Many pairs, one in each lane: the scores of a chunk's keys.
+template <int VECTORS>
+static inline void multiply(const Places &p, const Floats (*q)[VECTORS], int64_t dim, Floats (*s)[VECTORS]) {
+    constexpr int KEYS = VECTORS < MOST_VECTORS ? 2 * STEP : STEP;
+    for (int j = 0; j < p.n; j += KEYS) {
+        Floats dots[KEYS][VECTORS] = {};
+        for (int i = 0; i < KEYS; i++) ask(p.values[j + i], dim);
+        for (int64_t d = 0; d < dim; d++)
+            for (int i = 0; i < KEYS; i++)
+                for (int v = 0; v < VECTORS; v++) dots[i][v] += p.keys[j + i][d] * q[d][v];
+        for (int i = 0; i < KEYS; i++)
+            for (int v = 0; v < VECTORS; v++) s[j + i][v] = dots[i][v];
+    }
+}
+
+// Scores become weights, and what was summed before is to shrink where there is a new largest one.
+template <int VECTORS>
+static inline void weigh(Floats (*s)[VECTORS], int n, Floats *most, Floats *total, Floats *shrink) {
+    Floats top[VECTORS];
+    for (int v = 0; v < VECTORS; v++) top[v] = most[v];
+    for (int j = 0; j < n; j++)
+        for (int v = 0; v < VECTORS; v++) top[v] = larger(s[j][v], top[v]);
+    for (int v = 0; v < VECTORS; v++) shrink[v] = exp2(most[v] - top[v]), total[v] *= shrink[v], most[v] = top[v];
+    for (int j = 0; j < n; j++)
+        for (int v = 0; v < VECTORS; v++) total[v] += s[j][v] = exp2(s[j][v] - top[v]);
+}
+
+// WIDTH dimensions, from d on, of the weighted sums of values.
+template <int WIDTH, int VECTORS>
+static inline void add_values(const Places &p, const Floats (*s)[VECTORS], int64_t d, const Floats *shrink,
+                              Floats (*sums)[VECTORS]) {
+    Floats added[WIDTH][VECTORS] = {};
+    for (int j = 0; j < p.n; j++)
+        for (int i = 0; i < WIDTH; i++)
+            for (int v = 0; v < VECTORS; v++) added[i][v] += p.values[j][d + i] * s[j][v];
+    for (int i = 0; i < WIDTH; i++)
+        for (int v = 0; v < VECTORS; v++) sums[d + i][v] = sums[d + i][v] * shrink[v] + added[i][v];
+}
+
+struct Pair {  // one of few
+    const float *q;
+    float *sums;   // in the output
+    int64_t seen;  // keys that it may look at
+    Floats most, total;
+};
+
+// One pair, or two that share what was read, and a chunk of keys; `cold`: nobody has just read them.
+template <int PAIRS>
+struct Step {
+    Pair *pairs;
+    const Places &now, &next;
+    int64_t dim;
+    bool cold;
+    alignas(64) float s[PAIRS][CHUNK];
+    Floats shrink[PAIRS];
+
+    void multiply(float scale) {
+        constexpr int KEYS = LANES / PAIRS;
+        for (int j = 0; j < now.n; j += KEYS) {
+            Floats parts[LANES];
+            for (auto &part : parts) part = Floats{};
+            for (int k = 0; cold && k < KEYS; k++) ask(now.values[j + k], dim);
+            for (int64_t d = 0; d < dim; d += LANES)
+                for (int k = 0; k < KEYS; k++)
+                    for (int i = 0; i < PAIRS; i++)
+                        parts[i * KEYS + k] += *(const Loose *)(pairs[i].q + d) * *(const Loose *)(now.keys[j + k] + d);
+            const Floats scores = sum_each(parts) * scale;
+            for (int i = 0; i < PAIRS; i++) memcpy(s[i] + j, (float *)&scores + i * KEYS, KEYS * sizeof(float));
+        }
+    }
+
+    void weigh(int64_t from) {
+        for (int i = 0; i < PAIRS; i++) {
+            auto [query, sums, seen, most, total] = pairs[i];
+            std::fill(s[i] + std::clamp<int64_t>(seen - from, 0, now.n), s[i] + CHUNK, HIDDEN);
+            Floats top = most, added = {};
+            for (int j = 0; j < now.n; j += LANES) top = larger(*(Floats *)(s[i] + j), top);
+            top = largest(top, ALL_LANES);
+            for (int j = 0; j < now.n; j += LANES) added += *(Floats *)(s[i] + j) = exp2(*(Floats *)(s[i] + j) - top);
+            shrink[i] = exp2(most - top);
+            pairs[i].total = total * shrink[i] + added, pairs[i].most = top;
+        }
+    }
+
+    template <int VECTORS>
+    void add_values(int64_t d) {
+        Floats added[PAIRS][VECTORS] = {};
+        for (int j = 0; j < now.n; j++) {
+            if (cold && !d && j < next.n) ask(next.keys[j], dim);
+            for (int v = 0; v < VECTORS; v++)
+                for (int i = 0; i < PAIRS; i++)
+                    added[i][v] += s[i][j] * *(const Loose *)(now.values[j] + d + v * LANES);
+        }
+        for (int i = 0; i < PAIRS; i++)
+            for (int v = 0; v < VECTORS; v++) {
+                Loose &sum = *(Loose *)(pairs[i].sums + d + v * LANES);
+                sum = sum * shrink[i] + added[i][v];
+            }
+    }
+
+    void run(int64_t from, float scale) {
+        multiply(scale);
+        weigh(from);
+        int64_t d = 0;
+        for (; d + 4 * LANES <= dim; d += 4 * LANES) add_values<4>(d);
+        for (; d < dim; d += LANES) add_values<1>(d);
+    }
 };
 
 struct Tile {
     const Batch &b;
-    int64_t row, kv_head, first, count, group, past;
+    int64_t row, first, count, kv_head = 0, rows = 1, shared = 0;  // `rows` from `row` on share their first keys
 
-    int64_t seen(int64_t i) const { return past + (first + i) / group + 1; }  // keys that pair i may look at
-    int64_t token(int64_t i) const { return b.query_starts[row] + (first + i) / group; }
-    int64_t head(int64_t i) const { return kv_head * group + (first + i) % group; }
-    const float *q(int64_t i) const { return b.q + token(i) * b.q_token + head(i) * b.q_head; }
-    float *out(int64_t i) const { return b.out + (token(i) * b.heads + head(i)) * b.dim; }
+    int64_t group() const { return b.heads / b.kv_heads; }
+    int64_t seen(int64_t i, int64_t r) const { return b.seq_lens[r] - b.queries(r) + (first + i) / group() + 1; }
+    int64_t token(int64_t i, int64_t r) const { return b.query_starts[r] + (first + i) / group(); }
+    int64_t head(int64_t i) const { return kv_head * group() + (first + i) % group(); }
+    const float *q(int64_t i, int64_t r) const { return b.q + token(i, r) * b.q_token + head(i) * b.q_head; }
+    float *out(int64_t i, int64_t r) const { return b.out + (token(i, r) * b.heads + head(i)) * b.dim; }
 
-    void find(Places &p, int64_t from, int64_t end) const {
+    void find(Places &p, int64_t r, int64_t from, int64_t end) const {
         p.n = std::clamp<int64_t>(end - from, 0, CHUNK);
-        const int64_t *block = b.table + row * b.table_row + from / b.block_size;
+        const int64_t *block = b.table + r * b.table_row + from / b.block_size;
         for (int64_t j = 0, place = from % b.block_size; j < p.n; block++, place = 0) {
             int64_t at = *block * b.block + kv_head * b.head + place * b.dim;
             for (; j < p.n && place < b.block_size; j++, place++, at += b.dim)
@@ -92,109 +209,72 @@ struct Tile {
         for (int j = p.n; j % LANES; j++) p.keys[j] = p.keys[p.n - 1], p.values[j] = p.values[p.n - 1];
     }
 
-    void attend_many(Floats *memory) {
-        auto q_lanes = (Floats(*)[VECTORS])memory, sums = q_lanes + b.dim, s = sums + b.dim;
-        Floats most[VECTORS], total[VECTORS] = {};
+    template <int VECTORS>
+    void attend_many() const {
+        std::vector<Floats> memory((2 * b.dim + CHUNK) * VECTORS);
+        auto q_lanes = (Floats(*)[VECTORS])memory.data(), sums = q_lanes + b.dim, s = sums + b.dim;
+        Floats most[VECTORS], total[VECTORS] = {}, shrink[VECTORS];
         Ints limit[VECTORS] = {};
-        memset(memory, 0, 2 * b.dim * sizeof *sums);
-        for (int i = 0; i < count; i++) {
-            limit[i / LANES][i % LANES] = seen(i);
-            for (int64_t d = 0; d < b.dim; d++) q_lanes[d][i / LANES][i % LANES] = q(i)[d];
-        }
         for (auto &m : most) m = Floats{} + HIDDEN;
-        const float scale = LOG2E / __builtin_sqrtf(b.dim);
-        Places places;
-        const auto &[keys, values, n] = places;
-        for (int64_t from = 0, end = seen(count - 1); from < end; from += CHUNK) {
-            find(places, from, end);
-            Floats top[VECTORS];
-            std::copy(most, most + VECTORS, top);
-            for (int j = 0; j < n; j += STEP) {
-                Floats dots[STEP][VECTORS] = {};
-                for (int64_t d = 0; d < b.dim; d++)
-                    for (int i = 0; i < STEP; i++)
-                        for (int v = 0; v < VECTORS; v++) dots[i][v] += keys[j + i][d] * q_lanes[d][v];
-                for (int i = 0; i < STEP; i++)
-                    for (int v = 0; v < VECTORS; v++) {
-                        Ints key = Ints{} + int32_t(from + j + i);
-                        s[j + i][v] = key < limit[v] ? dots[i][v] * scale : Floats{} + HIDDEN;
-                        top[v] = s[j + i][v] > top[v] ? s[j + i][v] : top[v];
-                    }
-            }
-            for (int v = 0; v < VECTORS; v++) {
-                Floats shrink = exp2(most[v] - top[v]);
-                total[v] *= shrink, most[v] = top[v];
-                for (int64_t d = 0; d < b.dim; d++) sums[d][v] *= shrink;
-                for (int j = 0; j < n; j++) total[v] += s[j][v] = exp2(s[j][v] - top[v]);
-            }
-            for (int64_t d = 0; d < b.dim; d += STEP) {
-                const int width = std::min<int64_t>(STEP, b.dim - d);
-                Floats added[STEP][VECTORS] = {};
-                for (int j = 0; j < n; j++)
-                    for (int i = 0; i < STEP; i++)
-                        for (int v = 0; v < VECTORS; v++) added[i][v] += values[j][d + (i < width ? i : 0)] * s[j][v];
-                for (int i = 0; i < width; i++)
-                    for (int v = 0; v < VECTORS; v++) sums[d + i][v] += added[i][v];
-            }
+        for (int i = 0; i < count; i++) {
+            const float *query = q(i, row), scale = b.scale();
+            limit[i / LANES][i % LANES] = seen(i, row);
+            for (int64_t d = 0; d < b.dim; d++) q_lanes[d][i / LANES][i % LANES] = query[d] * scale;
         }
-        for (int i = 0; i < count; i++)
-            for (int64_t d = 0; d < b.dim; d++)
-                out(i)[d] = sums[d][i / LANES][i % LANES] / total[i / LANES][i % LANES];
+        Places places;
+        for (int64_t from = 0, end = seen(count - 1, row); from < end; from += CHUNK) {
+            find(places, row, from, end);
+            multiply(places, q_lanes, b.dim, s);
+            for (int j = std::max<int64_t>(0, seen(0, row) - from); j < places.n; j++)
+                for (int v = 0; v < VECTORS; v++) s[j][v] = int32_t(from + j) < limit[v] ? s[j][v] : Floats{} + HIDDEN;
+            weigh(s, places.n, most, total, shrink);
+            int64_t d = 0;
+            for (; d + STEP <= b.dim; d += STEP) add_values<STEP>(places, s, d, shrink, sums);
+            for (; d < b.dim; d++) add_values<1>(places, s, d, shrink, sums);
+        }
+        for (auto &t : total) t = 1.0f / t;
+        for (int i = 0; i < count; i++) {
+            float *const result = out(i, row), factor = total[i / LANES][i % LANES];
+            for (int64_t d = 0; d < b.dim; d++) result[d] = sums[d][i / LANES][i % LANES] * factor;
+        }
     }
 
-    void attend_few(Floats *memory) {
-        auto s = (float(*)[CHUNK])memory;
-        float most[FEW], total[FEW] = {}, *sums[FEW];
-        const float scale = LOG2E / __builtin_sqrtf(b.dim);
-        const int64_t dim = b.dim, end = seen(count - 1);
+    // Keys `from` to `end` of row r, for n pairs that look at them.
+    void walk(int64_t r, int64_t from, int64_t end, Pair *pairs, int n) const {
         Places chunks[2];
-        find(chunks[0], 0, end);
-        for (int i = 0; i < count; i++) most[i] = HIDDEN, sums[i] = out(i);
-        for (int64_t from = 0; from < end; from += CHUNK) {
-            const Places &now = chunks[from / CHUNK % 2];
-            Places &next = chunks[(from / CHUNK + 1) % 2];
-            find(next, from + CHUNK, end);
-            for (int i = 0; i < count; i++) {
-                const float *query = q(i);
-                const int visible = std::clamp<int64_t>(seen(i) - from, 0, now.n);
-                for (int j = 0; j < now.n; j += LANES) {
-                    Floats parts[LANES];
-                    for (int l = 0; l < LANES; l++) {
-                        parts[l] = products(query, now.keys[j + l], dim);
-                        if (!i) ask(now.values[j + l], dim);
-                    }
-                    *(Floats *)(s[i] + j) = sum_each(parts) * scale;
-                }
-                std::fill(s[i] + visible, s[i] + CHUNK, HIDDEN);
-                Floats tops = Floats{} + most[i], added = {};
-                for (int j = 0; j < now.n; j += LANES) {
-                    const Floats scores = *(Floats *)(s[i] + j);
-                    tops = scores > tops ? scores : tops;
-                }
-                float top = tops[0];
-                for (int l = 1; l < LANES; l++) top = std::max(top, tops[l]);
-                const float shrink = exp2(Floats{} + (most[i] - top))[0];
-                for (int j = 0; j < now.n; j += LANES)
-                    added += *(Floats *)(s[i] + j) = exp2(*(Floats *)(s[i] + j) - top);
-                for (int l = 1; l < LANES; l++) added[0] += added[l];
-                total[i] = total[i] * shrink + added[0], most[i] = top;
-                for (int64_t d = 0; d < dim; d++) sums[i][d] *= shrink;
-            }
-            for (int j = 0; j < now.n; j += STEP) {
-                for (int k = j; k < j + STEP && k < next.n; k++) ask(next.keys[k], dim);
-                const float *v0 = now.values[j], *v1 = now.values[j + 1];
-                const float *v2 = now.values[j + 2], *v3 = now.values[j + 3];
-                for (int i = 0; i < count; i++) {
-                    const float *w = s[i] + j, w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
-                    float *sum = sums[i];
-#pragma omp simd
-                    for (int64_t d = 0; d < dim; d++) sum[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d];
-                }
-            }
+        find(chunks[0], r, from, end);
+        for (; from < end; from += CHUNK) {
+            Places &now = chunks[0], &next = chunks[1];
+            find(next, r, from + CHUNK, end);
+            int i = 0;
+            for (; i + 2 <= n; i += 2) Step<2>{pairs + i, now, next, b.dim, !i}.run(from, b.scale());
+            if (i < n) Step<1>{pairs + i, now, next, b.dim, !i}.run(from, b.scale());
+            std::swap(now, next);
         }
-        for (int i = 0; i < count; i++)
-            for (int64_t d = 0; d < dim; d++) sums[i][d] /= total[i];
     }
+
+    void attend_few() const {
+        Pair pairs[MOST_ROWS * FEW];
+        for (int i = 0; i < rows * count; i++) {
+            const int64_t r = row + i / count, own = i % count;
+            pairs[i] = {q(own, r), out(own, r), seen(own, r), Floats{} + HIDDEN, Floats{}};
+        }
+        walk(row, 0, shared, pairs, rows * count);
+        for (int i = 0; i < rows; i++) walk(row + i, shared, seen(count - 1, row + i), pairs + i * count, count);
+        for (int i = 0; i < rows * count; i++) {
+            for (int l = 1; l < LANES; l++) pairs[i].total[0] += pairs[i].total[l];
+            for (int64_t d = 0; d < b.dim; d++) pairs[i].sums[d] /= pairs[i].total[0];
+        }
+    }
+
+    void attend() const {
+        if (is_few(b, count)) attend_few();
+        else if (count <= LANES) attend_many<1>();
+        else if (count <= 2 * LANES) attend_many<2>();
+        else attend_many<MOST_VECTORS>();
+    }
+
+    static bool is_few(const Batch &b, int64_t pairs) { return pairs <= FEW && b.dim % LANES == 0; }
 };
 
 struct New {  // keys and values of a step's tokens; slot -1: not stored
@@ -215,29 +295,45 @@ extern "C" void store(const New *tokens) {
         }
 }
 
+// Keys of two decodes that are in the same blocks: whole chunks of them.
+static int64_t shared_keys(const Batch &b, int64_t row, int64_t other) {
+    const int64_t *table = b.table + row * b.table_row, *others = b.table + other * b.table_row;
+    const int64_t blocks = std::min(b.seq_lens[row], b.seq_lens[other]) / b.block_size;
+    return (std::mismatch(table, table + blocks, others).first - table) * b.block_size / CHUNK * CHUNK;
+}
+
+// A decode, and those behind it that share as many keys with it as the next one does; enough tiles for all threads.
+static Tile join(const Batch &b, int64_t row) {
+    Tile tile{b, row, 0, b.heads / b.kv_heads};
+    const int64_t most = std::clamp<int64_t>(b.rows * b.kv_heads / (2 * b.threads), 1, MOST_ROWS);
+    for (int64_t r = row + 1; r < b.rows && tile.rows < most && b.queries(r) == 1; r++, tile.rows++) {
+        const int64_t keys = shared_keys(b, row, r);
+        if (keys == 0 || keys < tile.shared) break;
+        if (tile.rows == 1) tile.shared = keys;
+    }
+    return tile;
+}
+
 extern "C" void attend(const Batch *batch) {
     const Batch &b = *batch;
     const int64_t group = b.heads / b.kv_heads;
-    int64_t most = 0;
+    std::vector<Tile> tiles;
     float work = 0;
     for (int64_t r = 0; r < b.rows; r++) {
-        int64_t pairs = (b.query_starts[r + 1] - b.query_starts[r]) * group;
-        most = std::max(most, pairs);
+        const int64_t pairs = b.seq_lens[r] ? b.queries(r) * group : 0;
         work += float(pairs) * b.kv_heads * b.seq_lens[r] * b.dim;
+        if (b.seq_lens[r] && b.queries(r) == 1 && Tile::is_few(b, group)) {
+            tiles.push_back(join(b, r));
+            r += tiles.back().rows - 1;
+        } else
+            for (int64_t first = (pairs + TILE - 1) / TILE * TILE - TILE; first >= 0; first -= TILE)
+                tiles.push_back({b, r, first, std::min<int64_t>(TILE, pairs - first)});
     }
-    const int64_t tiles = (most + TILE - 1) / TILE;
-#pragma omp parallel num_threads(b.threads) if (work > SMALL_WORK)
-    {
-        std::vector<Floats> memory((2 * b.dim + CHUNK) * VECTORS);
-#pragma omp for collapse(3) schedule(dynamic, 1)
-        for (int64_t back = 1; back <= tiles; back++)  // the last tile, which has the most keys, first
-            for (int64_t r = 0; r < b.rows; r++)
-                for (int64_t h = 0; h < b.kv_heads; h++) {
-                    const int64_t n = b.query_starts[r + 1] - b.query_starts[r], first = (tiles - back) * TILE;
-                    const int64_t count = std::min<int64_t>(TILE, n * group - first);
-                    if (count <= 0 || !b.seq_lens[r]) continue;
-                    Tile tile{b, r, h, first, count, group, b.seq_lens[r] - n};
-                    count > FEW ? tile.attend_many(memory.data()) : tile.attend_few(memory.data());
-                }
+    const int64_t n = tiles.size() * b.kv_heads;
+#pragma omp parallel for num_threads(b.threads) if (work > SMALL_WORK) schedule(dynamic, 1)
+    for (int64_t i = 0; i < n; i++) {
+        Tile tile = tiles[i / b.kv_heads];
+        tile.kv_head = i % b.kv_heads;
+        tile.attend();
     }
 }
