@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ from nanoserve.cpu_attention import CpuAttention
 from nanoserve.cpu_ops import CpuOps
 from nanoserve.kv_cache import KVCache
 from nanoserve.machine import describe_machine
-from nanoserve.model import Decoder, Pieces
-from nanoserve.packed_linear import pack_linears
+from nanoserve.model import Decoder, Linear, Pieces
+from nanoserve.packed_linear import Int8Linear, pack_linears
 from nanoserve.weights import load_model
 
 BLOCK_SIZE = 16
@@ -94,9 +94,17 @@ def measure_attention(num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]
             yield f"{case}, head dim {head_dim}", take_turns(forms, num_rounds)
 
 
+class AllProducts(Products):
+    """And those of int8 weights, which are nearly the same."""
+
+    @staticmethod
+    def layouts(linears: Sequence[Linear]) -> dict[str, Sequence[Callable[[Tensor], Tensor]]]:
+        return {**Products.layouts(linears), "int8": [Int8Linear(linear) for linear in linears]}
+
+
 def measure_linears(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
-        products = Products(load_model(path, load_format="dummy"))
+        products = AllProducts(load_model(path, load_format="dummy"))
         for rows in (1, 2, 8, 32, 64, 512):
             yield f"{name}, {rows} rows", take_turns(products.forms(rows), num_rounds)
 
@@ -224,7 +232,7 @@ def main() -> None:
               f"{machine.load_average_1m}, {args.threads} threads")  # fmt: skip
         measures: dict[str, Callable[[], Iterable[tuple[str, dict[str, float]]]]] = {
             "attention": lambda: measure_attention(args.rounds),
-            "linear": lambda: measure_linears(dict(list(models.items())[:2]), args.rounds),
+            "linear": lambda: measure_linears(models, args.rounds),
             "step": lambda: measure_steps(models, rates, args.rounds),
             "stages": lambda: measure_stages(models, args.rounds),
         }

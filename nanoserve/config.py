@@ -66,6 +66,7 @@ class EngineConfig:
     # the model
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None  # "int8": of the weight matrices, on a CPU
     load_format: str = "auto"  # "dummy": random weights from the config alone
     num_threads: int | None = None  # CPU threads of a step; None: by the size of the model
     max_model_len: int | str | None = None  # None: the model's; "auto": shrunk to what the KV pool holds
@@ -100,6 +101,8 @@ class EngineConfig:
         _one_of("policy", self.policy, ("fcfs", "priority"))
         if self.compile is not None:
             _one_of("compile", self.compile, tuple(CompileMode))
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, ("int8",))
         self._check_graphs()
         _one_of("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         _at_least("seed", self.seed, -(2**63))

@@ -15,6 +15,7 @@ class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
     attention: str = ""  # the backend, and why this one
     ops: str = ""  # those, and why
     batch: str = ""
+    quantization: str = ""  # of the weight matrices
     compile: str = "none"
     compile_s: float = 0.0
     graph_mode: str = "none"
@@ -29,6 +30,8 @@ class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def __str__(self) -> str:
         parts = [f"attention {self.attention}", f"ops {self.ops}", f"batch {self.batch}", f"compile {self.compile}"]
+        if self.quantization:
+            parts.insert(0, f"weights {self.quantization}")
         if self.compile != "none":
             parts[-1] += f" ({self.compile_s:.1f} s)"
         if self.graph_sizes:

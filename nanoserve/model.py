@@ -198,7 +198,8 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed.dtype
+        """What it computes in. Matrices may be kept in another."""
+        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:

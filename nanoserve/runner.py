@@ -142,7 +142,7 @@ class EagerRunner:
 
         from nanoserve.allocator import keep_freed_memory
         from nanoserve.compilation import AttentionOperator, compile_model
-        from nanoserve.packed_linear import pack_linears
+        from nanoserve.packed_linear import check_quantization, pack_linears
         from nanoserve.weights import DTYPES, load_model
 
         keep_freed_memory()
@@ -153,6 +153,7 @@ class EagerRunner:
         mode = CompileMode(config.compile or platform.default_compile)
         is_compiled = mode is not CompileMode.NONE
         ops, ops_why = resolve_ops(platform, config.ops, DTYPES.get(dtype), is_compiled=is_compiled)
+        check_quantization(config.quantization, platform.name, DTYPES.get(dtype), is_compiled=is_compiled)
         self._model: Decoder | None = load_model(
             config.model,
             dtype=dtype,
@@ -163,7 +164,7 @@ class EagerRunner:
         self._model.ops = ops()
         compile_model(self._model, mode)
         if mode is CompileMode.NONE:
-            pack_linears(self._model)
+            pack_linears(self._model, config.quantization)
         self._compile_mode = mode
         self._kv_cache_bytes = config.kv_cache_memory_bytes
         self._attention = StepAttention(attention())
@@ -188,6 +189,7 @@ class EagerRunner:
             attention=f"{attention.__name__} ({why})",
             ops=f"{ops.__name__} ({ops_why})",
             batch=config.batch.__name__,
+            quantization=config.quantization or "",
             compile=str(mode),
             num_threads=num_threads,
             weight_bytes=sum(p.numel() * p.element_size() for p in self._model.parameters()),

@@ -99,6 +99,7 @@ def add_engine_arguments(
     )
     engine.add_argument("--device", help="auto, cpu, cuda")
     engine.add_argument("--dtype", help="auto, float32, bfloat16, float16")
+    engine.add_argument("--quantization", help="int8: of weight matrices alone, on a CPU; default: none")
     engine.add_argument("--load-format", help="auto, or dummy: random weights from the model's config alone")
     engine.add_argument("--num-threads", type=int, metavar="N", help="of a CPU; default: by the size of the model")
     engine.add_argument("--seed", type=int, help=seed_use)
