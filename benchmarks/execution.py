@@ -3,7 +3,8 @@
     python benchmarks/execution.py [--model nanostory] [--device auto] [--requests 1 8 64] [--rounds 5]
         [--skip-compiled] [--out benchmarks/results/execution.json]
 
-Every row is an engine in one process with one field moved against plain eager steps; rows take turns within a round.
+Every row is an engine in one process with one field moved against plain eager steps of torch's operations ("fused by
+hand": the device's own, CpuOps or TritonOps); rows take turns within a round.
 Requests decode together; figures are of the steps in which all of them do, medians over the rounds.
 """
 
@@ -24,9 +25,8 @@ from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES, EngineConfig
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.machine import describe_machine
-from nanoserve.ops import TorchOps, TritonOps
+from nanoserve.ops import TorchOps
 from nanoserve.persistent_batch import PersistentBatch
-from nanoserve.platforms import resolve_platform
 from nanoserve.record import ListRecorder
 from nanoserve.request import EngineRequest, SamplingParams
 
@@ -39,11 +39,15 @@ ROWS: dict[str, dict[str, Any]] = {
     "compiled layers": {"compile": "layers"},
     "compiled model": {"compile": "model"},
     "compiled layers + graphs": {"compile": "layers", "runner": GraphRunner},
-    "stage v1": {"runner": GraphRunner, "batch": PersistentBatch, "compile": None, "async_scheduling": True},
-}
-FUSED_BY_HAND = {
-    "fused by hand": {"ops": TritonOps},
-    "fused by hand + graphs": {"ops": TritonOps, "runner": GraphRunner},
+    "fused by hand": {"ops": None},
+    "fused by hand + graphs": {"ops": None, "runner": GraphRunner},
+    "stage v1": {
+        "runner": GraphRunner,
+        "batch": PersistentBatch,
+        "compile": None,
+        "async_scheduling": True,
+        "ops": None,
+    },
 }
 NUM_TOKENS = 64
 
@@ -76,8 +80,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "execution.json")
     args = parser.parse_args()
     rows = dict(ROWS)
-    if resolve_platform(args.device).name != "cpu":
-        rows |= FUSED_BY_HAND
     if args.skip_compiled:
         rows = {name: fields for name, fields in rows.items() if fields.get("compile", "none") == "none"}
     base = replace(STAGES["shared"], client=InProcessClient, model=args.model, device=args.device, ops=TorchOps)
