@@ -28,7 +28,7 @@ from nanoserve.scheduler import BaseScheduler, Draft, PhaseSplitScheduler
 # 2. `hit = self.blocks.lookup(request)` says which of its tokens are cached; the others must be computed in this step, all of them. Not enough `draft.budget`, or as many in `self.running` as `self.max_num_seqs`: stop.
 # 3. `self._admit(request, n, hit, draft, self.watermark_blocks)` takes blocks and tokens. `False`: there is no room; stop. (Never skip the head: who came first is served first.)
 #
-# **`schedule`** makes `draft = Draft(self.budget)`, tries prompts, and only if nobody got tokens lets everyone decode: `self._decode_everyone(draft)`. If prompts run, say why the others wait: `draft.left_out` holds a `Reason("paused", behind=...)`, the first prompt, for each request that was running before. The end is `return self._seal(draft)`.
+# **`schedule`** makes `draft = Draft(self.budget)`, tries prompts, and only if nobody got tokens lets everyone decode: `self._decode_everyone(draft)`. If prompts run, say why the others wait: `draft.left_out` (a request's id → `Reason`) holds, for each request that was running before, `Reason("paused", behind=...)` with the id of the step's first prompt. The end is `return self._seal(draft)`.
 #
 # Swapping is not used here: `self.swapped` is always empty.
 

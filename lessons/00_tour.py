@@ -167,7 +167,7 @@ live_view(here.fit(STAGES["shared"]), load, here.setting(load))
 # %% [markdown] slide
 # ## Flip one field
 #
-# The engine is put together from classes, and its config names them. A stage is the stage before it with a field or two replaced. These are the architectural shifts from v0 to v1:
+# The engine is put together from classes, and its config names them. A stage is the stage before it with a field or two replaced. The rows below are the three architectural shifts from v0 to v1, and with `v1` a fourth stage that makes the host faster. A place where classes can be exchanged in this way is a *seam*; `scheduler` is what decides (hop 5), `client` is hops 3 and 10, `blocks` is where hop 5 gets its room, the last row's fields are hops 6 and 7:
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -216,8 +216,8 @@ show_diff(InProcessClient, STAGES["multiprocess"].client, "submit")
 # 3. Which hop knows whether a token belongs to a prompt or to an answer?
 # <details><summary>Answer</summary>None after the scheduler. A plan says how many tokens, not what kind.</details>
 #
-# 4. Where does token 20 of a request with the block table [1, 7, 3] lie?
-# <details><summary>Answer</summary>It is in the second block, offset 4 (counting from 0): slot 7 × 16 + 4 = 116.</details>
+# 4. Where does the token at position 20 (the first is at 0) of a request with the block table [1, 7, 3] lie?
+# <details><summary>Answer</summary>It is in the second block, offset 4: slot 7 × 16 + 4 = 116.</details>
 #
 # 5. Four requests run, one finishes. When does its place in the batch help somebody else?
 # <details><summary>Answer</summary>In the very next step.</details>

@@ -113,7 +113,7 @@ assert static_batches(lengths, 8) == static.run.num_steps
 assert v0.run.num_steps == continuous_batches(lengths, 8) + 1 < 0.5 * static.run.num_steps
 
 # %% [markdown]
-# They agree but for one step: v0 admits in a step of its own, which brings the first tokens, and everybody else waits meanwhile (the pale cuts in the picture). Here it is a hiccup; lesson 02 is about when it is not. The lines that fill the seats, whole:
+# They agree but for one step: v0 admits in a step of its own, which brings the first tokens, and everybody else waits meanwhile (the pale cuts in the picture). Here it is a hiccup; lesson 02 is about when it is not. The lines that fill the seats, whole (a `Draft` is a step being decided; the watermark is a few blocks that admission leaves free for those who run):
 
 # %% slide
 show_source(PhaseSplitScheduler, "_prefill")
@@ -307,8 +307,8 @@ assert swapped.run.num_tokens == needed
 # 5. Would it help to admit only as many as can surely finish?
 # <details><summary>Answer</summary>It ends preemption, and is the old reservation again: most requests need far less than the most they may.</details>
 #
-# 6. The pool is full and nobody is waiting. Does that slow anybody down?
-# <details><summary>Answer</summary>Not by itself. The next block that is needed costs somebody a preemption.</details>
+# 6. The pool is full and nobody is waiting. Does that slow anybody down, as long as nobody needs another block?
+# <details><summary>Answer</summary>No. But the next block that is needed costs somebody a preemption.</details>
 
 # %% [markdown]
 # ## Exercise

@@ -54,7 +54,7 @@ assert 1e6 / gaps.p50 > 120  # tokens a second
 #
 # ## See it
 #
-# Each dot is one gap that one user sat through: 1,560 on the left, so many that they look like one block, and 32 on the right. Note the logarithmic axis: between them there is nothing.
+# Each dot is one gap (inter-token latency, ITL) of one user: 1,560 on the left, which look like one block, and 32 on the right. Note the logarithmic axis: between them there is nothing.
 
 # %% slide
 show_figure(itl_strip({"v0": v0.records}, load.groups, "stream", v0.setting))
@@ -68,7 +68,7 @@ show_figure(step_timeline({"v0": v0.records}, v0.setting))
 # %% [markdown] slide
 # ## Why: a step is prompts, or it is decodes
 #
-# An engine has two kinds of work. **Prefill** computes a whole prompt, thousands of tokens in one go. **Decode** computes one new token for each running request. The v0 scheduler never puts both into one step. Here is its policy, whole:
+# An engine has two kinds of work. **Prefill** computes a whole prompt, thousands of tokens in one go. **Decode** computes one new token for each running request. The v0 scheduler never puts both into one step. Here is its policy, whole (a `Draft` is a step being decided, `_seal` makes the plan of it):
 
 # %% slide
 show_source(STAGES["v0"].scheduler, "schedule")
@@ -157,7 +157,7 @@ show_figure(itl_strip({"v0": measured}, small.groups, "stream", here.setting(sma
 # %% [markdown]
 # ## Knobs that do not help
 #
-# The first idea is to lower `max_num_batched_tokens`, the token budget of a step. The phase-split scheduler does not cut prompts, so a prompt above the budget would never run; the engine refuses to start:
+# Priorities order who waits; streams run, so they gain nothing. The next idea is to lower `max_num_batched_tokens`, the token budget of a step. The phase-split scheduler does not cut prompts, so a prompt above the budget would never run; the engine refuses to start:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -169,7 +169,7 @@ except ValueError as error:
 # %% [markdown] slide
 # ## What operators did
 #
-# Three workarounds were common: refuse long prompts, give them replicas of their own, or buy more replicas. Here they are on the same traffic, in a simulation of a 70B model on 8 × H100 in fp8: mostly short requests, one in twenty with 6,000 to 14,000 tokens. A good answer has its first token within 2 s and no gap over 200 ms; the goal is 99 % good answers.
+# Three workarounds: refuse long prompts, give them replicas of their own, or buy more replicas. All on the same traffic, in a simulation of a 70B model on 8 × H100 in fp8: mostly short requests, one in twenty with 6,000 to 14,000 tokens. A good answer has its first token within 2 s and no gap over 200 ms; the goal is 99 % good answers.
 
 # %% slide
 # NBVAL_CHECK_OUTPUT
@@ -186,7 +186,7 @@ for row in study.rows:
           f"requests at a time {row['emptiest']} to {row['fullest']}")  # fmt: skip
 
 # %% [markdown] slide
-# Refusing long prompts helps the others and fails those who sent one. Twice the replicas only makes it rarer to be on the same one. Splitting by length does hold the goal here, and its price is in the last column: one replica is crowded while the other is nearly idle. The last row needs none of this; it is the next lesson's.
+# Refusing long prompts fails those who sent one. Twice the replicas only makes it rarer to be on the same one. Splitting by length holds the goal here; its price is in the last column: one replica is crowded, the other nearly idle. The last row is the next lesson's.
 
 # %%
 ways = {row["way"]: row for row in study.rows}
@@ -250,7 +250,7 @@ assert Roofline(Memory(model=get_model("llama-3-8b"), gpu=get_gpu("h100"), tp=8)
 # <details><summary>Answer</summary>Yes, every user can: one bad gap in 1,499 is below one in a hundred.</details>
 #
 # 4. Would priorities help, with streams more urgent than long prompts?
-# <details><summary>Answer</summary>No. A priority orders the waiting queue. Streams are not in it: they run, and a step with a prompt in it leaves them out whatever their priority.</details>
+# <details><summary>Answer</summary>No. A priority orders the waiting queue. Streams are not in it: they run, and a step with a prompt leaves them out.</details>
 #
 # 5. Which reason does the trace give for a stream that got nothing?
 # <details><summary>Answer</summary><code>paused</code>, with the id of the request whose prefill it waits for.</details>

@@ -298,7 +298,7 @@ assert in_two == 50 * 1024 / 1000 > step
 # 4. Would a front end in C++ or Rust help?
 # <details><summary>Answer</summary>Yes, as far as it does not hold the lock. Tokenizers are such a library already.</details>
 #
-# 5. P50 of the gap is small in both layouts, P99 differs. Who notices?
+# 5. P50 of the gap between two steps is small in both layouts, P99 differs. Who notices?
 # <details><summary>Answer</summary>Every user who is streamed to, since all of them wait in the same gap.</details>
 
 # %% [markdown]

@@ -15,7 +15,7 @@
 # ## Predict
 #
 # 1. 64 requests decode. How many bytes go to the front end in each step?
-# 2. A prompt of 1,000 tokens goes to the engine. How many bytes is that? And in the next step, when it decodes?
+# 2. A prompt of 1,000 tokens goes to the engine. How many bytes is that? And in a later step, when it decodes?
 # 3. How many microseconds does the border add to a step?
 # 4. `kill -9` hits the engine, in the middle of an answer. What does the user see?
 # 5. `kill -9` hits the front end. Who ends the engine, and who gives its memory back?
@@ -203,7 +203,7 @@ assert borders["in process"].start_s < borders["core process"].start_s  # an int
 show_figure(border_costs(borders, Setting("64 decodes, no model", scale().device, "wall", 0)))
 
 # %% [markdown] slide
-# On an idle machine the sockets add some tens of microseconds: the core does not wait for anybody to read them. The ring adds one or a few hundred, since the core does wait for the runner. Beside a step of 10 ms that is little, beside one of 1 ms it is not; a good reason to use a runner process only where it must be.
+# On an idle machine the sockets add some tens of microseconds: the core does not wait for anybody to read them. The ring adds some hundreds, since the core does wait for the runner. Beside a step of 10 ms that is little, beside one of 1 ms it is not; a good reason to use a runner process only where it must be.
 #
 # Start-up: each process is a fresh interpreter that imports what it needs. With a model that means torch, and a few seconds. A fork would be quicker, but copies only the thread that forks: locks that others held stay locked for ever, and a GPU's state does not survive it.
 #

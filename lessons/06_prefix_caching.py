@@ -39,7 +39,7 @@ from nanoserve.lab.workload import random_tokens, shared_system_prompt
 # %% [markdown] slide
 # ## Run the old stage: private copies
 #
-# Stage `multiprocess` has everything of v1 but this. The engine and its blocks are real, the model and the clock are not: a step costs 8 ms and 30 µs a token.
+# Stage `multiprocess` has the first two shifts, and private blocks. The engine and its blocks are real, the model and the clock are not: a step costs 8 ms and 30 µs a token.
 
 # %%
 # NBVAL_CHECK_OUTPUT

@@ -15,7 +15,7 @@
 # ## Predict
 #
 # 1. A model with five layers computes one token of one request. How many operations does the host launch? And one token each of 64 requests?
-# 2. To launch takes 5 µs, to run a small kernel 2 µs. How busy is the GPU?
+# 2. To launch takes 5 µs, to run a kernel 2 µs, whichever it is. How busy is the GPU?
 # 3. A graph fits one number of tokens. Steps have 1 to 8,192 of them. How many graphs would you record?
 # 4. A step of 100 tokens is padded to 104. Whose text do the four others change?
 
@@ -97,9 +97,7 @@ tokens, result = torch.zeros(4), torch.zeros(4)
 graph = [lambda: torch.mul(tokens, 2, out=result), lambda: result.add_(1)]  # a toy: calls, with their memory
 for step in ([1, 2, 3, 4], [5, 6, 7, 8]):
     tokens.copy_(torch.tensor(step))
-    for call in graph:
-        call()
-    assert result.tolist() == [2 * n + 1 for n in step]
+    assert [call() for call in graph][-1].tolist() == [2 * n + 1 for n in step]
 show_source(Recording, "__init__")
 
 # %% [markdown] slide
@@ -240,9 +238,9 @@ fused = [product, 2.0, 2.0, product, 2.0] * 2 * 28  # a layer: 4 products, 4 bet
 ways["compiled"] = lanes([5.0] * len(fused), [[kernel] for kernel in fused])
 ways["compiled, one graph"] = lanes([10.0], [fused])
 measured = read_result("execution")
-for name in ("eager", "graphs, full", "compiled layers", "compiled model"):
+for name in ("eager", "compiled layers", "compiled model", "fused by hand", "fused by hand + graphs"):
     step_ms, eager_ms = (measured["medians"][way]["1"]["step_ms"] for way in (name, "eager"))
-    print(f"{name:<16}{step_ms:.2f} ms a step of one token, {step_ms / eager_ms:4.0%} of eager's; "
+    print(f"{name:<24}{step_ms:.2f} ms a step of one token, {step_ms / eager_ms:4.0%} of eager's; "
           f"{measured['execution'][name].get('compile_s', 0):.0f} s of compiling")  # fmt: skip
 assert ways["compiled"].end_us < ways["one graph"].end_us > 2 * ways["compiled, one graph"].end_us
 show_figure(launch_lanes(ways, 60, setting))
@@ -288,7 +286,7 @@ took = {name: {n: us for n, (_, us) in each.items()} for name, each in made.item
 show_figure(input_costs(took, Setting("greedy decodes", "CPU, one thread", "wall", 0)))
 
 # %% [markdown] slide
-# The same arrays, to the last number. Vectors have a fixed price: few requests win nothing, with 256 the old form takes more than twice as long. The new one's price: what is forgotten to be patched stays (lesson 07's wrong key length was planted there).
+# The same arrays, to the last number. Vectors have a fixed price: few requests win nothing, with 256 the old form takes at least twice as long. The new one's price: what is forgotten to be patched stays (lesson 07's wrong key length was planted there).
 #
 # ## One step ahead
 #
@@ -333,8 +331,8 @@ show_source(EngineCore, "_step", "_step_ahead")
 #
 # ## Questions
 #
-# 1. Prediction 2: how busy is a GPU with 5 µs a launch and 2 µs a kernel?
-# <details><summary>Answer</summary>40 %: it waits for 3 of every 5 µs.</details>
+# 1. Prediction 2: how busy is a GPU with 5 µs a launch and 2 µs for every kernel?
+# <details><summary>Answer</summary>40 %: it waits for 3 of every 5 µs. A little more where some kernels take longer, as in the lanes above.</details>
 #
 # 2. Why is the largest size captured first?
 # <details><summary>Answer</summary>All graphs share one pool of memory; the smaller ones fit into what the largest took.</details>

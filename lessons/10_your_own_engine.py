@@ -321,8 +321,8 @@ assert perf_counter() - start < 60  # all of A to E
 # 1. Why did no law look at *how fast* the policy is?
 # <details><summary>Answer</summary>A law holds or not. Speed depends on the load, and is shown beside the built-in classes.</details>
 #
-# 2. Why may a plan's reason for leaving somebody out not be made up?
-# <details><summary>Answer</summary>People look for errors with it: a false reason sends them the wrong way. So it is part of the law <code>plan</code>.</details>
+# 2. The law <code>plan</code> also judges why somebody was left out. What would a made-up reason do?
+# <details><summary>Answer</summary>People look for errors with it: a false reason sends them the wrong way. So it may not be made up.</details>
 #
 # 3. Why do tokens stay the same when another scheduler orders them otherwise?
 # <details><summary>Answer</summary>A request's tokens depend on what is before them in its own sequence, and on nobody else.</details>

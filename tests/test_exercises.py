@@ -138,6 +138,8 @@ def test_every_step_that_breaks_a_law_has_its_picture() -> None:
     [
         (1, "no-watermark", "r1 nothing: watermark(need 7, free 6)"),
         (1, "longest-ignored", "a budget of 32, and blocks for 160"),
+        (1, "reasons-by-request", "left_out by id: request.id -> Reason"),
+        (1, "stops-at-the-ignored", "; 17-tokens, before it, ignored in that step"),
         (2, "admits-after-a-preemption", "long nothing: preemption_this_step"),
         (2, "one-behind-means-decode", "r3 1 (the end of its prompt)"),
         (
@@ -424,6 +426,20 @@ def test_a_folder_without_copies_is_told_how_to_get_them(tmp_path: Path, capsys:
         told = capsys.readouterr().err
         assert told.count("\n") == 1
         assert f"nanoserve lessons --copy --dir {tmp_path}" in told
+
+
+@pytest.mark.parametrize("inside", [".", "exercises"])
+def test_a_reader_in_the_copies_need_not_name_them(
+    checks: Cli, monkeypatch: pytest.MonkeyPatch, inside: str, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(checks.folder / inside)
+    assert cli_check.copies_at(None) == checks.folder
+    assert cli_check.copies_at(str(tmp_path)) == tmp_path
+    assert cli.main(["check", "7"]) == cli.FAILED
+    assert "A hole is left" in checks.capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "7"]) == cli.BAD_INPUT
+    assert "say with --dir where yours are" in checks.capsys.readouterr().err
 
 
 def test_bad_requests_are_one_line(checks: Cli, tmp_path: Path) -> None:

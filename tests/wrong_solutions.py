@@ -19,6 +19,17 @@ class Wrong(NamedTuple):
         return solution.replace(self.old, self.new, 1)
 
 
+_SEARCH = """(low + high + 1) // 2
+        if measure(middle).gap_ms <= max_gap_ms:
+            low = middle
+        else:
+            high = middle - 1"""
+_FIRST_THAT_BREAKS = """(low + high) // 2
+        if measure(middle).gap_ms < max_gap_ms:
+            low = middle + 1
+        else:
+            high = middle"""
+
 WRONG: Mapping[int, list[Wrong]] = {
     1: [
         Wrong(
@@ -34,6 +45,11 @@ WRONG: Mapping[int, list[Wrong]] = {
         Wrong("longest-ignored", "limits", "request.num_tokens > min(", "request.num_tokens >= min("),
         Wrong("never-ignored", "limits", "min(self.max_model_len, self.budget)", "self.max_model_len"),
         Wrong("reasons-of-now", "plan", "running_before = list(self.running)", "running_before = self.running"),
+        Wrong("reasons-by-request", "plan", "(r.id for r in running_before)", "running_before"),
+        Wrong(
+            "stops-at-the-ignored", "limits", "request)\n                continue", "request)\n                return"
+        ),
+        Wrong("budget-of-all-steps", "limits", "n > draft.budget", "n > self.budget"),
     ],
     2: [
         Wrong("never-goes-on", "policy", "for request in list(self.running):", "for request in []:"),
@@ -96,6 +112,7 @@ WRONG: Mapping[int, list[Wrong]] = {
         Wrong("one-too-many", "promise", "return low", "return low + 1"),
         Wrong("on-the-safe-side", "first token", "return low", "return 8"),
         Wrong("almost-kept", "first token", "<= max_gap_ms", "< max_gap_ms"),
+        Wrong("first-that-breaks", "promise", _SEARCH, _FIRST_THAT_BREAKS),
         Wrong("one-by-one", "thrift", "middle = (low + high + 1) // 2", "middle = low + 1"),
     ],
     5: [

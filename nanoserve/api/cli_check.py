@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--file", metavar="FILE", help="your notebook or Python file (default: the exercise's in --dir)"
     )
-    parser.add_argument("--dir", default=DEFAULT_DIR, metavar="FOLDER", help="of your copies (default: ./%(default)s)")
+    parser.add_argument(
+        "--dir",
+        metavar="FOLDER",
+        help=f"of your copies (default: the one that you are in, else ./{DEFAULT_DIR})",
+    )
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="default: %(default)g")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
 
@@ -36,22 +40,31 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0.1 <= args.time_limit <= 3600:
         raise ValueError(f"--time-limit must be seconds in [0.1, 3600], got {args.time_limit:g}.")
-    folder = Path(args.dir) / EXERCISES_DIR
-    copy = "nanoserve lessons --copy" + (f" --dir {args.dir}" if args.dir != DEFAULT_DIR else "")
+    folder = copies_at(args.dir) / EXERCISES_DIR
+    copy = "nanoserve lessons --copy" + (f" --dir {args.dir}" if args.dir else "")
+    elsewhere = "or say with --dir where yours are"
     if args.number is None:
         if args.file:
             raise ValueError("--file means nothing without a number; say which exercise it answers.")
         if not any(folder.glob("*.ipynb")):
-            raise ValueError(f"there are no exercises in {folder}; get copies of your own with: {copy}.")
+            raise ValueError(f"there are no exercises in {folder}; get copies of your own with: {copy}; {elsewhere}.")
         return _show_all(folder, args.time_limit, args.json)
     exercise = get_exercise(args.number)
     path = Path(args.file) if args.file else folder / f"{exercise.name}.ipynb"
     if not path.is_file():
-        fix = "give a notebook or a Python file" if args.file else f"copy it with: {copy}"
+        fix = "give a notebook or a Python file" if args.file else f"copy it with: {copy}; {elsewhere}"
         raise ValueError(f"{path} is not there; {fix}.")
     report = judge_file(exercise, path, args.time_limit)
     print(json.dumps(report.as_builtins(), indent=1) if args.json else report)
     return 0 if report.passed else FAILED
+
+
+def copies_at(given: str | None) -> Path:
+    """The folder of the reader's copies: as given, else the one that the current folder is or lies in, else where
+    `nanoserve lessons --copy` puts them."""
+    here = Path.cwd()
+    around = (f for f in (here, *here.parents) if (f / EXERCISES_DIR).is_dir() and any(f.glob("00_*.ipynb")))
+    return Path(given) if given else next(around, Path(DEFAULT_DIR))
 
 
 def _show_all(folder: Path, time_limit_s: float, as_json: bool) -> int:

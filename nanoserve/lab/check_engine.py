@@ -110,7 +110,7 @@ class InEngine:
             outcome = pairs[load.name][0].outcome
             for law, verdict in outcome.verdicts.items():
                 if not verdict.holds:
-                    verdict = _told_of_victims(placed(verdict, mine), pairs[load.name][0].trace)
+                    verdict = _told_plainly(placed(verdict, mine), pairs[load.name][0].trace)
                     found.setdefault(law, (load.name, verdict))
             if outcome.error:
                 break
@@ -204,11 +204,18 @@ def _earliest(lines: Sequence[Line], pairs: Pairs) -> Line | None:
     return min(broken_ones, key=lambda one: (places[one[0].load], one[1].step), default=(None, None))[0]
 
 
-def _told_of_victims(verdict: Verdict, trace: Trace) -> Verdict:
-    """A plan with tokens for whoever was preempted in the same step, in words: a list was copied before."""
+def _told_plainly(verdict: Verdict, trace: Trace) -> Verdict:
+    """Two plans in words that say what was written: reasons under keys that are no ids; and tokens for whoever was
+    preempted in the same step, as a list was copied before."""
     request_id = verdict.request
     record = next((record for record in trace.records if record.step == verdict.step), None)
-    if verdict.law != "plan" or record is None or request_id not in record.preempted:
+    if verdict.law != "plan" or record is None:
+        return verdict
+    strange = [key for key in record.left_out if not isinstance(key, str)]
+    if strange:
+        name, got = str(getattr(strange[0], "id", "")), f"a key that is a {type(strange[0]).__name__}"
+        return msgspec.structs.replace(verdict, request=name, expected="left_out by id: request.id -> Reason", got=got)
+    if request_id not in record.preempted:
         return verdict
     if not (n := record.num_scheduled_tokens.get(request_id)):
         return verdict

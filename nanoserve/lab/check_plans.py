@@ -125,11 +125,28 @@ def limits_of(built_in: type) -> Callable[[type, Pairs], tuple[str, Verdict]]:
             yours, expected = _ends(mine, limits), _ends(built_in, limits)
             for request_id, end in expected.items():
                 if (got := yours.get(request_id)) != end:
-                    told = str(got) if got else f"no end in {MAX_STEPS} steps"
-                    return "", broken("limits", 0, request_id, f"{end}, {limits}", told)
+                    told = f"{got}{_too_much(yours, got, limits)}" if got else f"no end in {MAX_STEPS} steps"
+                    wanted = f"{end}, {limits}{_passed_over(expected, request_id)}"
+                    return "", broken("limits", 0, request_id, wanted, told)
         return "", Verdict(law="limits")
 
     return look
+
+
+def _passed_over(expected: Mapping[str, End], request_id: str) -> str:
+    """Who is ignored before a request that is served in that same step."""
+    order = list(expected)
+    end, before = expected[request_id], order[: order.index(request_id)]
+    ignored = [i for i in before if end.num_tokens and expected[i] == End("length", end.step, 0)]
+    return f"; {', '.join(ignored)}, before it, ignored in that step" if ignored else ""
+
+
+def _too_much(yours: Mapping[str, End], got: End, limits: Limits) -> str:
+    """The prompts of one step, where they are more than its budget: none of them is cut, as each ends in that step."""
+    together = [i for i, end in yours.items() if end.num_tokens and end.step == got.step]
+    num_tokens = sum(int(i.removesuffix("-tokens")) for i in together)
+    over = len(together) > 1 and num_tokens > limits.budget
+    return f", as {' and '.join(together)}: {num_tokens} of a budget of {limits.budget}" if over else ""
 
 
 def _ends(scheduler: type, limits: Limits) -> Mapping[str, End]:

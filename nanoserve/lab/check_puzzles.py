@@ -174,7 +174,7 @@ def _state(blocks: PrivateBlocks) -> str:
 
 # The chunk size
 
-PROMISES_MS = (2.0, 2.1, 4.2, 6.5, 9.0)  # longest gap: 2.1 is just kept by a budget, 9 by all of them
+PROMISES_MS = (2.01, 2.1, 3.33, 6.5, 9.0)  # longest gap: 2.1 is just kept by a budget, 9 by all; two between budgets
 MAX_MEASUREMENTS = 12
 LARGEST = 256
 

@@ -280,13 +280,19 @@ def _tokens_near(records: list[StepRecord], step: int) -> list[tuple[int, dict[s
 
 def _reasons_of(records: list[StepRecord], step: int) -> str:
     reasons = (record.left_out for record in records if record.step == step)
-    return ", ".join(f"{request_id}: {reason}" for left in reasons for request_id, reason in left.items()) or "none"
+    told = (f"{_name(key)}: {reason}" for left in reasons for key, reason in left.items())
+    return ", ".join(dict.fromkeys(told)) or "none"
+
+
+def _name(key: object) -> str:
+    return key if isinstance(key, str) else f"(a {type(key).__name__})"
 
 
 def _lanes(records: list[StepRecord], step: int, first: str) -> list[str]:
-    """Who had a part in the steps around that one, the request in question before all."""
+    """Who had a part in the steps around that one, the request in question before all. A policy may have filled its
+    plan with anything: what is no id has no lane."""
     window = [record for record in records if step - BEFORE <= record.step <= step + AFTER]
-    seen = [i for record in window for i in (*record.num_scheduled_tokens, *record.left_out)]
+    seen = [i for record in window for i in (*record.num_scheduled_tokens, *record.left_out) if isinstance(i, str)]
     names = [first, *seen] if first else seen
     return list(dict.fromkeys(names))[:MAX_LANES]
 
