@@ -18,7 +18,8 @@ FLAGS = [
     "--disable-sync",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 ]
-SERVE = ("--max-model-len", "2048", "--num-gpu-blocks-override", "400")
+SLOWLY = ("--enforce-eager", "--ops", "torch", "--attention", "torch")  # the page looks twice a second
+SERVE = ("--max-model-len", "2048", "--num-gpu-blocks-override", "400", *SLOWLY)
 
 
 @pytest.fixture(scope="session")

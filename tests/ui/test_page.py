@@ -98,14 +98,14 @@ def send(page: Page, prompt: str, max_tokens: int = 120, mode: str = "completion
     page.click("#send")
 
 
-def send_endless(page: Page) -> None:
+def send_endless(page: Page, max_tokens: int = 1900) -> None:
     """A prompt whose answer takes seconds: it goes on behind the end of its story."""
 
     def without_end(route: Route) -> None:
         route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
 
     page.route("**/v1/completions", without_end, times=1)
-    send(page, PROMPT, max_tokens=1900)
+    send(page, PROMPT, max_tokens)
     expect(page.locator("#running")).to_have_text(re.compile("^1 of"), timeout=WAIT_MS)
 
 
@@ -136,8 +136,7 @@ def test_an_answer_streams_in_with_its_figures_and_the_batch_moves(
 ) -> None:
     with opened(browser, server) as page:
         page.evaluate(WATCH)
-        send(page, PROMPT, max_tokens=250)
-        expect(page.locator("#running")).to_have_text(re.compile("^1 of"), timeout=WAIT_MS)
+        send_endless(page, max_tokens=700)
         page.screenshot(path=tmp_path / "streaming.png")
         figures = until_answered(page)
         expect(page.locator("#running")).to_have_text(re.compile("^0 of"), timeout=WAIT_MS)
