@@ -1,9 +1,9 @@
 """What this machine can do at best: products in every layout there is, reading, and the floor of a step made of both.
 
-The floor of a step is its fastest product (F.linear, oneDNN's packing, ours), and its keys and values at the rate that
-memory is read with; both are measured in the run that the step is. What attention computes is not in it. Forms that
-are compared take turns within a round. With one thread times are CPU time of that thread: what else runs on the
-machine is left out.
+The floor of a step is its fastest product (F.linear, oneDNN's packing, ours), behind the last attention for the tokens
+that sample alone, and its keys and values at the rate that memory is read with; both are measured in the run that the
+step is. What attention computes is not in it. Forms that are compared take turns within a round. With one thread times
+are CPU time of that thread: what else runs on the machine is left out.
 """
 
 from __future__ import annotations
@@ -72,12 +72,11 @@ def measure_rates() -> Rates:
 
 
 class Products:
-    """All matrices of one pass of a model that is not packed, in each layout."""
+    """Some matrices of a model that is not packed, in each layout."""
 
-    def __init__(self, model: Decoder) -> None:
-        plain = [module for module in model.modules() if type(module) is Linear]
-        self._sizes = [linear.weight.shape[1] for linear in plain]
-        self._layouts = self.layouts(plain)
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._sizes = [linear.weight.shape[1] for linear in linears]
+        self._layouts = self.layouts(linears)
 
     @staticmethod
     def layouts(linears: Sequence[Linear]) -> dict[str, Sequence[Callable[[Tensor], Tensor]]]:
@@ -91,6 +90,17 @@ class Products:
     def forms(self, rows: int) -> dict[str, Callable[[], object]]:
         inputs = [torch.randn(rows, size) for size in self._sizes]
         return {name: partial(run_all, linears, inputs) for name, linears in self._layouts.items()}
+
+
+def matrices(model: Decoder) -> list[Linear]:
+    """Those of one pass."""
+    return [module for module in model.modules() if type(module) is Linear]
+
+
+def last_matrices(model: Decoder) -> list[Linear]:
+    """Those behind the last attention call."""
+    layer = model.layers[-1]
+    return [layer.o, layer.gate_up, layer.down, model.head]
 
 
 def onednn_product(linear: Linear) -> Callable[[Tensor], Tensor]:
@@ -108,16 +118,19 @@ class Floor:
     """What any step of a model takes at least, in milliseconds, from what was measured here and now."""
 
     def __init__(self, model: Decoder, rates: Rates, num_rounds: int) -> None:
-        products = Products(model)
-        self.products_ms = {rows: take_turns(products.forms(rows), num_rounds) for rows in ROWS}
-        self._fastest = [min(self.products_ms[rows].values()) for rows in ROWS]
+        last = last_matrices(model)
+        parts = {"all tokens": [one for one in matrices(model) if one not in last], "those that sample": last}
+        self.products_ms: dict[str, dict[int, dict[str, float]]] = {}
+        for part, linears in parts.items():
+            products = Products(linears)
+            self.products_ms[part] = {rows: take_turns(products.forms(rows), num_rounds) for rows in ROWS}
         self._kv_ms = model.config.kv_bytes_per_token(torch.float32) / rates.read_gb_per_s / 1e6
 
-    def of_rows(self, rows: int) -> float:
-        """Between two numbers that were measured: along a line."""
-        place = min(max(1, bisect.bisect_left(ROWS, rows)), len(ROWS) - 1)
-        (low, high), (low_ms, high_ms) = ROWS[place - 1 : place + 1], self._fastest[place - 1 : place + 1]
-        return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
+    def of_rows(self, tokens: int, sampling: int) -> float:
+        return sum(
+            at(rows, {n: min(forms.values()) for n, forms in measured.items()})
+            for rows, measured in zip((tokens, sampling), self.products_ms.values(), strict=True)
+        )
 
     def of_steps(self, records: list[StepRecord]) -> list[float]:
         """A prompt's keys and values are read once."""
@@ -128,6 +141,16 @@ class Floor:
             for request_id, count in record.num_scheduled_tokens.items():
                 lens[request_id] += count
             keys = sum(lens[request_id] for request_id in record.num_scheduled_tokens)
-            rows = sum(record.num_scheduled_tokens.values())
-            found.append(self.of_rows(rows) + keys * self._kv_ms if rows else 0.0)
+            tokens = sum(record.num_scheduled_tokens.values())
+            found.append(self.of_rows(tokens, len(record.sampled)) + keys * self._kv_ms)
         return found
+
+
+def at(rows: int, measured: Mapping[int, float]) -> float:
+    """Between two numbers of rows that were measured: along a line. Nothing for no rows."""
+    if rows == 0:
+        return 0.0
+    sizes = sorted(measured)
+    place = min(max(1, bisect.bisect_left(sizes, rows)), len(sizes) - 1)
+    low, high = sizes[place - 1 : place + 1]
+    return measured[low] + (measured[high] - measured[low]) * (rows - low) / (high - low)

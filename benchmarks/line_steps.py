@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from checkpoints_qwen3 import VOCAB_SIZE
-from floor import READ_NUMBERS, Products, rounds_of
+from floor import READ_NUMBERS, Products, matrices, rounds_of
 from line import Line, median_ratio
 from micro import decode_step
 
@@ -83,7 +83,7 @@ def measure_floor(shape: str, path: Path, rounds: int, threads: int) -> list[Lin
     plain, model = load_model(path), load_model(path)
     pack_linears(model)
     model.ops = CpuOps()
-    products, numbers = Products(plain), torch.zeros(READ_NUMBERS)
+    products, numbers = Products(matrices(plain)), torch.zeros(READ_NUMBERS)
     kv_bytes = plain.config.kv_bytes_per_token(torch.float32)
     lines = []
     engine = Decoding(served(path, threads))

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch
 from checkpoints_qwen3 import SHAPES, config_of
-from floor import Products, Rates, clock, measure_rates, take_turns
+from floor import Products, Rates, clock, matrices, measure_rates, take_turns
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, AttentionBatch, TorchAttention
@@ -104,7 +104,7 @@ class AllProducts(Products):
 
 def measure_linears(models: Mapping[str, Path | str], num_rounds: int) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
-        products = AllProducts(load_model(path, load_format="dummy"))
+        products = AllProducts(matrices(load_model(path, load_format="dummy")))
         for rows in (1, 2, 8, 32, 64, 512):
             yield f"{name}, {rows} rows", take_turns(products.forms(rows), num_rounds)
 
@@ -128,7 +128,7 @@ def measure_steps(
 ) -> Iterable[tuple[str, dict[str, float]]]:
     for name, path in models.items():
         plain, packed, fused = (load_model(path, load_format="dummy") for _ in range(3))
-        products = Products(plain)
+        products = Products(matrices(plain))
         pack_linears(packed)
         pack_linears(fused)
         fused.ops = CpuOps()

@@ -40,6 +40,19 @@ class AttentionBatch:
     query_starts: list[int]  # query_start_loc_R1 on the host
     seq_lens: list[int]  # seq_lens_R on the host
 
+    def newest(self, rows_S: Tensor, rows: Sequence[int]) -> AttentionBatch:
+        """Of the last query in each of these rows (`rows`: the same, on the host), as if they were decodes."""
+        import torch
+
+        return AttentionBatch(
+            query_start_loc_R1=torch.arange(len(rows) + 1, device=rows_S.device),
+            seq_lens_R=self.seq_lens_R[rows_S],
+            block_table_RB=self.block_table_RB[rows_S],
+            slot_mapping_T=self.slot_mapping_T[:0],
+            query_starts=list(range(len(rows) + 1)),
+            seq_lens=[self.seq_lens[row] for row in rows],
+        )
+
 
 class AttentionBackend(Protocol):
     """`store` for the whole batch comes before `attend`, in every layer: rows may read what others just wrote."""

@@ -2,26 +2,26 @@
 
 What Python and torch do around each call, to make a tensor and find its address, is done once: what a CUDA graph is on
 a GPU. A pass can be recorded if nothing else computes in it: operations of torch would not happen in the replay, so
-that one which is not known here ends the recording, and the pass is run again as it is, a stand-in. Knows no model.
-Laws: tests/test_cpu_graphs.py.
+that one which is not known here ends the recording, and the pass is run again as it is, a stand-in. What a pass reads
+on the host (lists, numpy) stays as it was, as in a CUDA graph. Knows no model. Laws: tests/test_cpu_graphs.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve.cpu_ops import look_up
 from nanoserve.native import reason_not_to_load
-from nanoserve.native_calls import INTEGER, POINTER, Call, Function, RecordedCall, members, recorded_calls
+from nanoserve.native_calls import INTEGER, POINTER, Call, Function, members, recorded_calls
 
 aten = torch.ops.aten
 
@@ -52,7 +52,8 @@ class CpuGraphPool:
         self._refused = ""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What does the work of `run` again: on the memory that it works on now, whatever that holds then."""
+        """What does the work of `run`: on the memory that it would work on now, whatever that holds then. Whoever has
+        static memory and weights keeps them as long. Nothing is computed before the first replay."""
         try:
             if self._is_compiled:
                 raise NotRecordable("torch.compile's code cannot be recorded")
@@ -83,7 +84,7 @@ class Recording:
             raise NotRecordable(f"nothing can be recorded without a compiler ({reason})")
         with recorded_calls() as calls, OnlyRecordable(memory):
             run()
-        self._alive = memory, calls
+        self.memory, self.calls = memory, calls  # kept: what follows has their addresses
         self._calls = (Call * len(calls))(*(Call(f.address, ctypes.addressof(a)) for f, a in calls))
         self._all = Calls(ctypes.addressof(self._calls), len(calls))
         self._replay = Function("graph", "replay")
@@ -91,42 +92,36 @@ class Recording:
     def __call__(self) -> None:
         self._replay(self._all)
 
-    @property
-    def calls(self) -> Sequence[RecordedCall]:
-        return self._alive[1]
-
 
 class Memory:
     """Tensors for recordings, which keep their addresses: a buffer is used again once nobody has the tensor that it
     was lent for, within a recording and by the next. Mirrors the pool of `torch.cuda.graph`."""
 
     def __init__(self) -> None:
+        self.buffers: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
-        self._lent: list[tuple[np.ndarray, StorageWeakRef]] = []
 
     def like(self, tensor: Tensor) -> Tensor:
         """Uninitialised, of that shape and dtype, row after row."""
         size = tensor.numel() * tensor.element_size()
         if not size:
             return tensor
-        self._take_back()
-        fitting = [buffer for buffer in self._free if len(buffer) >= size]
+        fitting = [place for place, buffer in enumerate(self._free) if len(buffer) >= size]
         if fitting:
-            buffer = min(fitting, key=len)
-            self._free = [other for other in self._free if other is not buffer]
+            buffer = self._free.pop(min(fitting, key=lambda place: len(self._free[place])))
         else:
             buffer = torch.empty(size, dtype=torch.uint8).numpy()
-        lent = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
-        self._lent.append((buffer, StorageWeakRef(lent.untyped_storage())))
-        return lent
+            self.buffers.append(buffer)
+        piece = buffer[:size]
+        weakref.finalize(piece, self._take_back, buffer)  # the tensor and its views have `piece`, and nobody else
+        return torch.frombuffer(piece, dtype=tensor.dtype).view(tensor.shape)
 
-    def _take_back(self) -> None:
-        self._free += [buffer for buffer, storage in self._lent if storage.expired()]
-        self._lent = [(buffer, storage) for buffer, storage in self._lent if not storage.expired()]
+    def _take_back(self, buffer: np.ndarray) -> None:
+        self._free.append(buffer)
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, [*self._free, *(buffer for buffer, _ in self._lent)]))
+        return sum(map(len, self.buffers))
 
 
 class OnlyRecordable(TorchDispatchMode):
@@ -151,11 +146,15 @@ class OnlyRecordable(TorchDispatchMode):
                 return _clear(self._memory.like(func(*args, **(kwargs or {}))))
             case aten.copy_.default if _copy(*args):
                 return args[0]
-            case aten.embedding.default if args[0].is_contiguous():
-                out_TE = self._memory.like(func(*args))
+            case aten.embedding.default if _can_be_looked_up(*args):
+                out_TE = self._memory.like(args[0].new_empty(len(args[1]), args[0].shape[1]))
                 look_up(args[0], args[1], out_TE)
                 return out_TE
         raise NotRecordable(f"torch's {func.overloadpacket.__name__} cannot be recorded")
+
+
+def _can_be_looked_up(table: Tensor, ids: Tensor, *_: Any) -> bool:
+    return table.dtype is torch.float32 and table.is_contiguous() and ids.dtype is torch.int64 and ids.ndim == 1
 
 
 def _clear(tensor: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ Laws: tests/test_graph_runner.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoserve.compilation import CompileMode
 from nanoserve.graphs import Dispatcher, GraphKey, GraphMode, default_sizes, given_sizes, supported
-from nanoserve.input_batch import HostInputs, StepInputs
+from nanoserve.input_batch import HostInputs
 from nanoserve.kv_cache import KVCache
 from nanoserve.runner import EagerRunner
 from nanoserve.static_inputs import StaticActivations, StaticInputs, is_whole, keep
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoserve.config import EngineConfig
+    from nanoserve.model import Flow
 
-Replay = Callable[[HostInputs, "Tensor | None"], StepInputs]  # of a step, with what the one before sampled
+Replay = Callable[[HostInputs, "Tensor | None"], "Tensor"]  # scores, from a step and what the one before sampled
 NO_GRAPHS = Dispatcher(GraphMode.NONE, (), 0)
 PROVISIONAL_BLOCKS = 2**31  # a pool that no limit of a config is too large for
 
@@ -43,18 +44,18 @@ class GraphRunner(EagerRunner):
         self._config = config
         self._mode = supported(asked, self._platform.graph_support(self._attention.backend))
         self._graphs: dict[GraphKey, Replay] = {}
+        self._ends: dict[int, Callable[[], None]] = {}
         self._serves = False
         self.dispatcher = NO_GRAPHS
 
     def _reserved_bytes(self) -> int:
-        """What graphs take, measured: they are captured once with hardly any cache, and dropped."""
+        """What graphs hold: they are captured once with hardly any cache, and dropped."""
         config = replace(self._config, num_blocks=None, watermark=0.0)
         config = config.resolve(model_len=self.model_len, pool_blocks=PROVISIONAL_BLOCKS, device=self.device)
-        before = self._platform.free_bytes()
         least = replace(config, num_blocks=2, num_swap_blocks=min(config.num_swap_blocks, 1))
         self._attention.cache = KVCache.build(least, self.model_config, self.torch_dtype, self._device)
         self._capture_all(config)
-        self.execution.graph_bytes = max(self._static_bytes, before - self._platform.free_bytes())
+        self.execution.graph_bytes = self._graph_bytes
         self._drop_graphs()
         return super()._reserved_bytes() + self.execution.graph_bytes
 
@@ -63,9 +64,9 @@ class GraphRunner(EagerRunner):
         start_s = time.perf_counter()
         self._capture_all(config)
         self.execution.capture_s = time.perf_counter() - start_s
+        self.execution.graph_bytes = self.execution.graph_bytes or self._graph_bytes
         self._compile_now(config)
         self._serves = True
-        self.execution.graph_bytes = self.execution.graph_bytes or self._static_bytes
 
     def _capture_all(self, config: EngineConfig) -> None:
         """In inference mode, as the steps are run: compiled code tells its tensors from others."""
@@ -80,6 +81,9 @@ class GraphRunner(EagerRunner):
         with torch.inference_mode():
             self._make_static(config)
             self._graphs = {key: self._whole(key) if is_whole(key) else self._pieces(key) for key in dispatcher.keys}
+            if not all(map(is_whole, dispatcher.keys)):
+                sizes = reversed(dispatcher.sampling_sizes)
+                self._ends = {size: self._capture(partial(self._end, size)) for size in sizes}
         self.execution.graph_mode = str(self._mode)
         self.execution.graph_kind = self._capture.kind
         self.execution.graph_sizes = list(dispatcher.sizes)
@@ -95,7 +99,11 @@ class GraphRunner(EagerRunner):
                 device=self._device,
             )
             self._activations = StaticActivations(
-                self.model_config, num_tokens=num_tokens, dtype=self.torch_dtype, device=self._device
+                self.model_config,
+                num_tokens=num_tokens,
+                num_sampling=max(self.dispatcher.sampling_sizes, default=0),
+                dtype=self.torch_dtype,
+                device=self._device,
             )
         except RuntimeError as error:  # torch has no narrower one for a CPU
             raise ValueError(
@@ -108,49 +116,56 @@ class GraphRunner(EagerRunner):
         for key in {self.dispatcher.dispatch(inputs.num_tokens, is_uniform) for is_uniform in (True, False)}:
             if key is not None:
                 self._graphs[key](inputs, None)
+        if self._ends:  # of which that step has none: nobody samples
+            num_sampling = min(inputs.num_tokens, max(self._ends))
+            self._ends[self.dispatcher.sampling_size(num_sampling)]()
 
     @property
-    def _static_bytes(self) -> int:
-        return self._static.num_bytes + self._activations.num_bytes
+    def _graph_bytes(self) -> int:
+        return self._static.num_bytes + self._activations.num_bytes + self._capture.num_bytes
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
+        self._ends.clear()
         self.dispatcher = NO_GRAPHS
         del self._static, self._activations, self._capture
         self._attention.cache = None
         self._platform.release_memory()
 
     def _whole(self, key: GraphKey) -> Replay:
-        """The pass with its attention calls as one graph."""
+        """The pass with its attention calls as one graph, up to the scores where every token may sample."""
         static, size = self._static, key.size
         batch = static.batch(key)
         ids_T, positions_T, _ = static.tokens(size)
-        hidden_TE = self._activations.hidden_TE[:size]
+        hidden_TE, logits_SV = self._activations.hidden_TE[:size], self._activations.logits_SV[:size]
 
         def run() -> None:
-            self._attention.batch = batch
-            hidden_TE.copy_(self.model(ids_T, positions_T, self._attend))
+            self._attention.batch, self._attention.newest = batch, None
+            states_TE = self.model(ids_T, positions_T, self._attend)
+            if key.is_uniform:
+                logits_SV.copy_(self.model.logits(states_TE))
+            else:
+                hidden_TE.copy_(states_TE)
 
         replay = self._capture(run)
 
-        def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> StepInputs:
+        def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> Tensor:
             static.fill_tokens(inputs, size)
             static.fill_rows(inputs, key, batch)
             static.send()
-            step = inputs.in_place(ids_T, positions_T, batch)
-            step.take_in_flight(sampled_ids_S)
+            inputs.take_in_flight(ids_T, sampled_ids_S)
             replay()
-            return step
+            return inputs.of_sampling(logits_SV) if key.is_uniform else self.model.logits(inputs.of_sampling(hidden_TE))
 
         return replay_step
 
     def _pieces(self, key: GraphKey) -> Replay:
-        """Everything between the attention calls as a graph each; attention runs as it is, on the step's own rows."""
+        """Everything between the attention calls as a graph each; attention runs as it is, on the step's own rows. What
+        comes after the last of these calls is replayed for as many tokens as sample."""
         static, size, model = self._static, key.size, self.model
         pieces, layers, last = model.pieces, model.layers, len(model.layers) - 1
         ids_T, positions_T, slots_T = static.tokens(size)
-        flow = self._activations.view(size)
-        attended_THD, hidden_TE = self._activations.attended_THD[:size], self._activations.hidden_TE[:size]
+        flow, attended_THD = self._activations.view(size), self._activations.attended_THD[:size]
         attention = self._attention
 
         def first() -> None:
@@ -159,35 +174,50 @@ class GraphRunner(EagerRunner):
         def cross(layer: int) -> None:
             keep(flow, pieces.cross(layers[layer], layers[layer + 1], attended_THD, flow, model.ops))
 
-        def end() -> None:
-            hidden_TE.copy_(pieces.last(attended_THD, flow))
+        enter, *rest = [self._capture(run) for run in (first, *(partial(cross, i) for i in range(last)))]
 
-        enter, *rest = [self._capture(run) for run in (first, *(partial(cross, i) for i in range(last)), end)]
-
-        def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> StepInputs:
+        def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> Tensor:
             static.fill_tokens(inputs, size)
             static.send()
             own = inputs.to(ids_T.device)
-            attention.batch = replace(own.attention, slot_mapping_T=slots_T)
-            step = inputs.in_place(ids_T, positions_T, attention.batch)
-            step.take_in_flight(sampled_ids_S)
+            attention.batch, attention.newest = replace(own.attention, slot_mapping_T=slots_T), own.newest
+            inputs.take_in_flight(ids_T, sampled_ids_S)
             enter()
             for layer, leave in enumerate(rest):
                 attended_THD.copy_(attention(layer, *flow.qkv))
                 leave()
-            return step
+            return self._replay_end(flow, inputs, own.sampling_index_S)
 
         return replay_step
+
+    def _end(self, size: int) -> None:
+        """From what the last attention call left to scores, of the first tokens."""
+        flow, attended_THD = self._activations.view(size), self._activations.attended_THD[:size]
+        hidden_SE = self.model.pieces.last(attended_THD, flow.residual_TE)
+        self._activations.logits_SV[:size].copy_(self.model.logits(hidden_SE))
+
+    def _replay_end(self, flow: Flow, inputs: HostInputs, index_S: Tensor) -> Tensor:
+        """The last attention call, and what comes after it, of the tokens that sample: these move to the front."""
+        q_THD, residual_TE = flow.q_THD, flow.residual_TE
+        if not inputs.all_sample:
+            q_THD, residual_TE = q_THD[index_S], residual_TE[index_S]
+        attended_THD = self._attention(len(self.model.layers) - 1, q_THD, flow.k_TKD, flow.v_TKD)
+        if not (num_sampling := len(index_S)):
+            return residual_TE
+        self._activations.attended_THD[: len(q_THD)].copy_(attended_THD)
+        self._activations.flow.residual_TE[: len(q_THD)].copy_(residual_TE)
+        self._ends[self.dispatcher.sampling_size(num_sampling)]()
+        return self._activations.logits_SV[:num_sampling]
 
     def _dispatch(self, inputs: HostInputs) -> GraphKey | None:
         return self.dispatcher.dispatch(inputs.num_tokens, inputs.is_uniform_decode)
 
-    def _forward(self, inputs: HostInputs, key: GraphKey | None) -> tuple[Tensor, Tensor]:
+    def _forward(self, inputs: HostInputs, key: GraphKey | None, to_score: Sequence[Any] = ()) -> Tensor:
         if key is None:
-            return super()._forward(inputs, key)
-        step = self._graphs[key](inputs, self._sampled_ids_S)
-        return self._activations.hidden_TE[: inputs.num_tokens], step.sampling_index_S
+            return super()._forward(inputs, key, to_score)
+        return self._graphs[key](inputs, self._sampled_ids_S)
 
     def close(self) -> None:
         super().close()
         self._graphs.clear()
+        self._ends.clear()

@@ -79,24 +79,35 @@ class Dispatcher:
     def __init__(self, mode: GraphMode, sizes: Sequence[int], max_num_seqs: int) -> None:
         self.mode = mode
         self.sizes = sizes = () if mode is GraphMode.NONE else tuple(sorted(sizes))
+        # No step has more tokens that sample than there are seats: up to the size that the fullest one is padded to.
+        self.sampling_sizes = rows = sizes[: bisect_left(sizes, max_num_seqs) + 1]
         keys: set[GraphKey] = set()
         if mode in (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE):
             keys |= {GraphKey(GraphMode.PIECEWISE, size) for size in sizes}
         if mode is GraphMode.FULL:
             keys |= {GraphKey(GraphMode.FULL, size) for size in sizes}
         if mode in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE):
-            # No decode has more rows than there are seats: up to the size that the fullest one is padded to.
-            rows = sizes[: bisect_left(sizes, max_num_seqs) + 1]
             keys |= {GraphKey(GraphMode.FULL, size, is_uniform=True) for size in rows}
         self._keys = frozenset(keys)
+        self._found: dict[tuple[int, bool], GraphKey | None] = {}  # for batches that came before
 
     @property
     def keys(self) -> list[GraphKey]:
         """All graphs, in the order of capture: the largest first, so that the others fit in its memory."""
         return sorted(self._keys, key=lambda key: (-key.size, key.mode, key.is_uniform))
 
+    def sampling_size(self, num_sampling: int) -> int:
+        """To how many the tokens that sample are padded after the last attention call."""
+        return self.sampling_sizes[bisect_left(self.sampling_sizes, num_sampling)]
+
     def dispatch(self, num_tokens: int, is_uniform: bool) -> GraphKey | None:
         """The graph of a step with that many tokens; `is_uniform`: one in each row. None: run it as it is."""
+        batch = num_tokens, is_uniform
+        if batch not in self._found:
+            self._found[batch] = self._find(num_tokens, is_uniform)
+        return self._found[batch]
+
+    def _find(self, num_tokens: int, is_uniform: bool) -> GraphKey | None:
         place = bisect_left(self.sizes, num_tokens)
         if place == len(self.sizes):
             return None

@@ -56,21 +56,30 @@ class HostInputs:
         """Every row has one token: the one kind of batch whose shape says everything."""
         return len(self.input_ids_T) == len(self.request_ids)
 
+    @property
+    def all_sample(self) -> bool:
+        """Every token is one that samples."""
+        return len(self.sampling_index_S) == len(self.input_ids_T)
+
+    @property
+    def sampling_rows_S(self) -> np.ndarray:
+        """The rows whose last tokens `sampling_index_S` names."""
+        return self.query_start_loc_R1[1:].searchsorted(self.sampling_index_S + 1)
+
     def to(self, device: torch.device) -> StepInputs:
         """On the device, in one transfer."""
+        sampling_rows_S = self.sampling_rows_S
         arrays = (
             self.input_ids_T,
             self.positions_T,
             self.slot_mapping_T,
             self.query_start_loc_R1,
             self.seq_lens_R,
+            sampling_rows_S,
             self.sampling_index_S,
-            self.in_flight_T,
-            self.in_flight_S,
             self.block_table_RB.ravel(),
         )
-        parts = _send(arrays, device)
-        ids_T, positions_T, slots_T, starts_R1, seq_lens_R, index_S, in_flight_T, in_flight_S, table = parts
+        ids_T, positions_T, slots_T, starts_R1, seq_lens_R, rows_S, index_S, table = _send(arrays, device)
         attention = AttentionBatch(
             query_start_loc_R1=starts_R1,
             seq_lens_R=seq_lens_R,
@@ -79,12 +88,26 @@ class HostInputs:
             query_starts=self.query_start_loc_R1.tolist(),
             seq_lens=self.seq_lens_R.tolist(),
         )
-        return StepInputs(ids_T, positions_T, attention, index_S, in_flight_T, in_flight_S)
+        newest = None if self.all_sample else attention.newest(rows_S, sampling_rows_S.tolist())
+        return StepInputs(ids_T, positions_T, attention, newest, index_S)
 
-    def in_place(self, ids_T: Tensor, positions_T: Tensor, attention: AttentionBatch) -> StepInputs:
-        """The same, where these tensors hold tokens and rows already, perhaps with more behind them."""
-        arrays = self.sampling_index_S, self.in_flight_T, self.in_flight_S
-        return StepInputs(ids_T, positions_T, attention, *_send(arrays, ids_T.device))
+    def take_in_flight(self, ids_T: Tensor, sampled_ids_S: Tensor | None) -> None:
+        """Put the ids that the step before sampled in their places, without a look from the host."""
+        if not len(self.in_flight_T):
+            return
+        assert sampled_ids_S is not None, "tokens are in flight, but no step came before"
+        if ids_T.device.type == "cpu":  # as arrays: a fraction of the calls' costs
+            ids_T.numpy()[self.in_flight_T] = sampled_ids_S.numpy()[self.in_flight_S]
+        else:
+            places_T, rows_S = _send((self.in_flight_T, self.in_flight_S), ids_T.device)
+            ids_T.index_copy_(0, places_T, sampled_ids_S.index_select(0, rows_S))
+
+    def of_sampling(self, x_T: Tensor) -> Tensor:
+        """What belongs to the tokens that sample, of something that all have, perhaps with more behind it."""
+        if self.all_sample:
+            return x_T[: self.num_tokens]
+        (index_S,) = _send((self.sampling_index_S,), x_T.device)
+        return x_T.index_select(0, index_S)
 
 
 def _send(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
@@ -93,7 +116,7 @@ def _send(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor
     import torch
 
     if device.type == "cpu":
-        return [torch.from_numpy(array.copy()) for array in arrays]
+        return [torch.from_numpy(array) for array in arrays]
     flat = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
     return flat.split([array.size for array in arrays])
 
@@ -105,15 +128,8 @@ class StepInputs:
     input_ids_T: Tensor
     positions_T: Tensor
     attention: AttentionBatch
+    newest: AttentionBatch | None  # of the tokens that sample; None: of all
     sampling_index_S: Tensor
-    in_flight_T: Tensor
-    in_flight_S: Tensor
-
-    def take_in_flight(self, sampled_ids_S: Tensor | None) -> None:
-        """Put the ids that the step before sampled in their places, without a look from the host."""
-        if len(self.in_flight_T):
-            assert sampled_ids_S is not None, "tokens are in flight, but no step came before"
-            self.input_ids_T[self.in_flight_T] = sampled_ids_S[self.in_flight_S]
 
 
 def padding_inputs(num_tokens: int) -> HostInputs:

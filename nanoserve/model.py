@@ -62,7 +62,8 @@ def _yarn_band(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 class Attend(Protocol):
     """What the runner gives to a forward pass: store k and v of the whole batch, then attend with q.
 
-    Causal, with softmax scale D^-0.5. v may be a strided view. Returns [T, H, D] in q's dtype.
+    Causal, with softmax scale D^-0.5. v may be a strided view. Returns [T, H, D] in q's dtype. In the last layer there
+    may be fewer queries than keys: those of the tokens that sample.
     """
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor: ...
@@ -172,7 +173,7 @@ class Pieces(NamedTuple):
 
     first: Callable[[Tensor, Tensor], Flow]
     cross: Callable[[DecoderLayer, DecoderLayer, Tensor, Flow, Ops], Flow]
-    last: Callable[[Tensor, Flow], Tensor]
+    last: Callable[[Tensor, Tensor], Tensor]
 
 
 class Decoder(nn.Module):
@@ -205,8 +206,11 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.embed.device
 
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E] after the last norm, of T tokens of any requests in any order.
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, wanted_S: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the last norm, of T tokens of any requests in any order: [T, E], or [S, E] of those
+        tokens that are wanted. Of the others the last layer's keys and values are all that anybody will read.
 
         first | attend | cross | attend | cross | ... | attend | last: all but attention is the same for a token
         whatever its batch is, so that it can be compiled, and captured, in pieces.
@@ -215,7 +219,11 @@ class Decoder(nn.Module):
         flow = pieces.first(input_ids_T, positions_T)
         for layer in range(last):
             flow = pieces.cross(self.layers[layer], self.layers[layer + 1], attend(layer, *flow.qkv), flow, self.ops)
-        return pieces.last(attend(last, *flow.qkv), flow)
+        q_THD, residual_TE = flow.q_THD, flow.residual_TE
+        if wanted_S is not None:
+            q_THD, residual_TE = q_THD[wanted_S], residual_TE[wanted_S]
+        attended_THD = attend(last, q_THD, flow.k_TKD, flow.v_TKD)
+        return pieces.last(attended_THD, residual_TE) if len(residual_TE) else residual_TE
 
     def first(self, input_ids_T: Tensor, positions_T: Tensor) -> Flow:
         layer, ops, rope, tied = self.layers[0], self.ops, self.config.rope, self.config.tied_head
@@ -224,8 +232,8 @@ class Decoder(nn.Module):
         x_TE = ops.rms_norm(residual_TE, layer.attention_norm.weight, layer.attention_norm.eps)
         return Flow(*layer.enter(x_TE, cos_TD, sin_TD, ops), residual_TE, cos_TD, sin_TD)
 
-    def last(self, attended_THD: Tensor, flow: Flow) -> Tensor:
-        x_TE, residual_TE = self.layers[-1].leave(attended_THD, flow.residual_TE, self.ops)
+    def last(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
+        x_TE, residual_TE = self.layers[-1].leave(attended_THD, residual_TE, self.ops)
         return self.ops.add_rms_norm(x_TE, residual_TE, self.norm.weight, self.norm.eps)[0]
 
     def logits(self, hidden_SE: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Calls of compiled code: a function takes the address of one structure, so that a call is two numbers.
 
-Those that are made while somebody records, in the same thread, are kept with a copy of their arguments: what a CPU's
-graphs are made of (cpu_graphs.py). Knows no tensor. Laws: tests/test_cpu_graphs.py.
+Those that would be made while somebody records, in the same thread, are kept instead, with a copy of their arguments:
+what a CPU's graphs are made of (cpu_graphs.py). Knows no tensor. Laws: tests/test_cpu_graphs.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Function:
         self.name, self.address = name, ctypes.cast(self._function, POINTER).value
 
     def __call__(self, arguments: ctypes.Structure) -> None:
-        if _here.recorded is not None:
+        if _here.recorded is None:
+            self._function(ctypes.addressof(arguments))
+        else:  # callers use a structure again
             _here.recorded.append((self, type(arguments).from_buffer_copy(arguments)))
-        self._function(ctypes.addressof(arguments))
 
 
 RecordedCall = tuple[Function, ctypes.Structure]
@@ -55,7 +56,7 @@ _here = _Here()
 
 @contextmanager
 def recorded_calls() -> Iterator[list[RecordedCall]]:
-    """The calls that this thread makes within, in their order."""
+    """The calls that this thread would make within, in their order. None is made."""
     assert _here.recorded is None, "one recording at a time"
     _here.recorded = calls = []
     try:

@@ -43,6 +43,12 @@ class GraphPool(Protocol):
         """What its replays are."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's memory that its graphs hold, static memory aside. Ask when the last one is captured, and
+        before anything else is allocated."""
+        ...
+
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """The replay of `run`."""
         ...
@@ -121,7 +127,7 @@ class CpuPlatform:
         release_freed_memory()
 
     def graph_support(self, attention: type[AttentionBackend]) -> GraphSupport:
-        return GraphSupport.ALWAYS  # nothing is recorded: a backend may look at the batch each time
+        return GraphSupport.ALWAYS  # what cannot be recorded is run again, and may look at the batch each time
 
     def graph_pool(self, *, is_compiled: bool) -> GraphPool:
         from nanoserve.cpu_graphs import CpuGraphPool
@@ -170,7 +176,7 @@ class CudaPlatform:
         return attention.graph_support
 
     def graph_pool(self, *, is_compiled: bool) -> GraphPool:
-        return CudaGraphPool(self.graph_kind)
+        return CudaGraphPool(self.graph_kind, self.free_bytes)
 
 
 class RocmPlatform(CudaPlatform):
@@ -184,16 +190,29 @@ class CudaGraphPool:
     """Captures on a stream of its own. Without `torch.cuda.graph`, which collects garbage at each of the thousand or
     so captures that a model in pieces needs."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, free_bytes: Callable[[], int]) -> None:
         import torch
 
         self.kind = kind
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._free_bytes, self._reserved_bytes = free_bytes, torch.cuda.memory_reserved
+        self._before: tuple[int, int] | None = None  # the first capture: bytes that were free, and that torch had
+
+    @property
+    def num_bytes(self) -> int:
+        """As the driver has it, which gives graphs, and the kernels that are loaded for them, memory that torch does
+        not know of; at least what torch knows of, whatever others on the device let go of meanwhile. Mirrors
+        `vllm/v1/worker/gpu_model_runner.py: capture_model`."""
+        if self._before is None:
+            return 0
+        free, reserved = self._before
+        return max(free - self._free_bytes(), self._reserved_bytes() - reserved)
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         import torch
 
+        self._before = self._before or (self._free_bytes(), self._reserved_bytes())
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -122,6 +122,7 @@ class StepAttention:
         self._backend = backend
         self.cache: KVCache | None = None
         self.batch: AttentionBatch | None = None  # of the step that runs
+        self.newest: AttentionBatch | None = None  # of its tokens that sample, if these are not all
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
         """Everyone's keys and values are stored before anyone attends, so that a row may read blocks which another row
@@ -129,7 +130,8 @@ class StepAttention:
         assert self.cache is not None, "allocate() first, and launch nothing after close()"
         assert self.batch is not None, "which step?"
         self._backend.store(k_TKD, v_TKD, self.cache, layer, self.batch.slot_mapping_T)
-        return self._backend.attend(q_THD, self.cache, layer, self.batch)
+        batch = self.newest if self.newest is not None and len(q_THD) < len(k_TKD) else self.batch
+        return self._backend.attend(q_THD, self.cache, layer, batch)
 
 
 class EagerRunner:
@@ -258,8 +260,8 @@ class EagerRunner:
         batch.apply(plan)
         self._scores.apply(plan)
         inputs = batch.build(plan)
-        key = self._dispatch(inputs) if inputs else None
         to_score = self._scores.find(inputs) if inputs else []
+        key = self._dispatch(inputs) if inputs and not to_score else None
         host_s = time.perf_counter() - start_s
         sampled = self._run(plan.copies, inputs, key, to_score)
         if self._platform.launches:
@@ -290,25 +292,29 @@ class EagerRunner:
             self.cache.copy(copies)
             if inputs is None:
                 return None
-            hidden_TE, sampling_index_S = self._forward(inputs, key)
-            self._scores.score(to_score, hidden_TE, self.model.logits)
+            logits_SV = self._forward(inputs, key, to_score)
             if inputs.sampling is None:
                 return None
-            logits_SV = self.model.logits(hidden_TE[sampling_index_S])
             sampled = sample(logits_SV, inputs.sampling, self._generator)
             self._sampled_ids_S = sampled.ids_S
             sampled.start_fetch()
             return sampled
 
-    def _forward(self, inputs: HostInputs, key: GraphKey | None) -> tuple[Tensor, Tensor]:
-        """One pass for any mix of rows: hidden states [T, E], and which of them sample [S]."""
+    def _forward(self, inputs: HostInputs, key: GraphKey | None, to_score: Sequence[Any] = ()) -> Tensor:
+        """One pass for any mix of rows: scores [S, V] of the tokens that sample. Where prompts are scored, and in code
+        that is compiled whole, the last layer runs for the other tokens as well."""
         step = inputs.to(self._device)
-        step.take_in_flight(self._sampled_ids_S)
-        return self._pass(step), step.sampling_index_S
+        inputs.take_in_flight(step.input_ids_T, self._sampled_ids_S)
+        is_whole = inputs.all_sample or bool(to_score) or self._compile_mode is CompileMode.MODEL
+        hidden_TE = self._pass(step, None if is_whole else step.sampling_index_S)
+        self._scores.score(to_score, hidden_TE, self.model.logits)
+        if is_whole and not inputs.all_sample:
+            hidden_TE = hidden_TE[step.sampling_index_S]
+        return self.model.logits(hidden_TE) if len(hidden_TE) else hidden_TE
 
-    def _pass(self, step: StepInputs) -> Tensor:
-        self._attention.batch = step.attention
-        return self.model(step.input_ids_T, step.positions_T, self._attend)
+    def _pass(self, step: StepInputs, wanted_S: Tensor | None = None) -> Tensor:
+        self._attention.batch, self._attention.newest = step.attention, step.newest
+        return self.model(step.input_ids_T, step.positions_T, self._attend, wanted_S)
 
     def close(self) -> None:
         self._model = self._batch = self._last = self._attention.cache = None

@@ -44,6 +44,7 @@ class StaticInputs:
         self._numbers, self._numbers_there = numbers, numbers.to(device)
         self._there = self._numbers_there.split(sizes)
         self._table_there = torch.full((num_rows, num_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
+        self._each_R1 = torch.arange(num_rows + 1, device=device)  # where rows of one token start
 
     def num_rows(self, key: GraphKey) -> int:
         return key.size if key.is_uniform else len(self.seq_lens_R)
@@ -58,11 +59,11 @@ class StaticInputs:
         rows = self.num_rows(key)
         _, _, slots_T, starts_R1, seq_lens_R = self._there
         return AttentionBatch(
-            query_start_loc_R1=starts_R1[: rows + 1],
+            query_start_loc_R1=self._each_R1[: rows + 1] if key.is_uniform else starts_R1[: rows + 1],
             seq_lens_R=seq_lens_R[:rows],
             block_table_RB=self._table_there[:rows],
             slot_mapping_T=slots_T[: key.size],
-            query_starts=[0] * (rows + 1),
+            query_starts=list(range(rows + 1)),
             seq_lens=[0] * rows,
         )
 
@@ -79,20 +80,20 @@ class StaticInputs:
 
     def fill_rows(self, inputs: HostInputs, key: GraphKey, batch: AttentionBatch) -> None:
         """Padding rows have one of the padding tokens each, if that is what rows have in this graph, else none."""
-        import numpy as np
         import torch
 
         used, width = inputs.block_table_RB.shape
-        rows, num_tokens = self.num_rows(key), len(inputs.input_ids_T)
-        self.query_start_loc_R1[: used + 1] = inputs.query_start_loc_R1
-        self.query_start_loc_R1[used + 1 : rows + 1] = np.arange(used + 1, rows + 1) if key.is_uniform else num_tokens
+        rows = self.num_rows(key)
         self.seq_lens_R[:used] = inputs.seq_lens_R
-        self.seq_lens_R[used:rows] = 0
         self._table_there[:used, :width] = torch.from_numpy(inputs.block_table_RB)
         if used < rows:
+            self.seq_lens_R[used:rows] = 0
             self._table_there[used:rows] = NULL_BLOCK
-        batch.query_starts[:] = self.query_start_loc_R1[: rows + 1].tolist()
         batch.seq_lens[:] = self.seq_lens_R[:rows].tolist()
+        if not key.is_uniform:
+            self.query_start_loc_R1[: used + 1] = inputs.query_start_loc_R1
+            self.query_start_loc_R1[used + 1 : rows + 1] = len(inputs.input_ids_T)
+            batch.query_starts[:] = self.query_start_loc_R1[: rows + 1].tolist()
 
     def send(self) -> None:
         """What was filled in, to where graphs read it."""
@@ -108,7 +109,9 @@ class StaticActivations:
     """What flows between the pieces of a pass, and its result. Pieces run one after the other, and so do steps: one set
     for all layers and all graphs."""
 
-    def __init__(self, model: ModelConfig, *, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelConfig, *, num_tokens: int, num_sampling: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         import torch
 
         from nanoserve.model import Flow
@@ -127,13 +130,14 @@ class StaticActivations:
         )
         self.attended_THD = empty(model.num_heads, head_dim)
         self.hidden_TE = empty(model.hidden_size)
+        self.logits_SV = torch.empty(num_sampling, model.vocab_size, dtype=dtype, device=device)
 
     def view(self, size: int) -> Flow:
         return type(self.flow)(*(buffer[:size] for buffer in self.flow))
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(*self.flow, self.attended_THD, self.hidden_TE)
+        return _num_bytes(*self.flow, self.attended_THD, self.hidden_TE, self.logits_SV)
 
 
 def keep(target: Flow, result: Flow) -> None:

@@ -54,31 +54,37 @@ def test_every_round_has_every_form_and_another_order_than_the_one_before():
 
 @pytest.fixture
 def a_floor(monkeypatch):
-    """Of a model whose fastest product takes a millisecond a row and whose token of keys and values takes 0.1 ms."""
+    """Of a model whose fastest products take a millisecond a row, as do those of a row that samples, and whose token of
+    keys and values takes 0.1 ms."""
     forms = {"slow": 2.0, "fast": 1.0}
     monkeypatch.setattr(floor, "Products", lambda _: SimpleNamespace(forms=lambda rows: rows))
     monkeypatch.setattr(floor, "take_turns", lambda rows, _: {name: rows * ms for name, ms in forms.items()})
+    monkeypatch.setattr(floor, "matrices", lambda _: [])
+    monkeypatch.setattr(floor, "last_matrices", lambda _: [])
     config = SimpleNamespace(kv_bytes_per_token=lambda _: 1e5)
     return floor.Floor(SimpleNamespace(config=config), floor.Rates(100.0, 1.0), 1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 24, 100, 512])
 def test_every_floor_lies_between_its_neighbours(a_floor, rows):
-    assert a_floor.of_rows(rows) == pytest.approx(rows)
+    assert a_floor.of_rows(rows, 0) == pytest.approx(rows)
+    assert a_floor.of_rows(512, rows) == pytest.approx(512 + rows)
 
 
 def test_every_step_reads_the_keys_that_its_rows_have_by_then(a_floor):
-    def record(step: int, counts: dict[str, int], hits: dict[str, int]) -> StepRecord:
+    def record(step: int, counts: dict[str, int], hits: dict[str, int], sampled: str) -> StepRecord:
         times = {"start_s": 0.0, "launched_s": 0.0, "end_s": 0.0}
-        return StepRecord(step=step, num_scheduled_tokens=counts, hit_tokens=hits, **times)
+        ids = {request_id: [7] for request_id in sampled}
+        return StepRecord(step=step, num_scheduled_tokens=counts, hit_tokens=hits, sampled=ids, **times)
 
     steps = [
-        record(1, {"a": 10}, {"a": 0}),
-        record(2, {"a": 1, "b": 4}, {"b": 16}),
-        record(3, {}, {}),
-        record(4, {"b": 1}, {}),
+        record(1, {"a": 10}, {"a": 0}, "a"),
+        record(2, {"a": 1, "b": 4}, {"b": 16}, "a"),
+        record(3, {}, {}, ""),
+        record(4, {"b": 1}, {}, "b"),
     ]
-    assert a_floor.of_steps(steps) == pytest.approx([10 + 1.0, 5 + 0.1 * (11 + 20), 0, 1 + 0.1 * 21])
+    expected = [10 + 1 + 1.0, 5 + 1 + 0.1 * (11 + 20), 0, 1 + 1 + 0.1 * 21]
+    assert a_floor.of_steps(steps) == pytest.approx(expected)
 
 
 def found(load: str, **seconds: list[float]) -> dict:

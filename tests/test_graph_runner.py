@@ -3,6 +3,7 @@ same memory. Dispatch, padding and static memory are those of a GPU."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,10 @@ from test_runner import (
 )
 from torch import Tensor
 
+from nanoserve import cpu_graphs, platforms
 from nanoserve.attention import AttentionBatch, TorchAttention
 from nanoserve.config import EngineConfig
+from nanoserve.cpu_graphs import CpuGraphPool
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphKey, GraphMode
 from nanoserve.input_batch import HostInputs
@@ -124,9 +127,42 @@ def test_every_graph_is_paid_for_before_the_pool(model_dir):  # noqa: F811
             self._platform = Asked()
 
     runner = build_graphs(model_dir, Spying)
-    assert seen == [runner.execution.graph_bytes]
-    assert runner.execution.graph_bytes >= runner._static_bytes > 24 * 32 * 4  # hidden states alone
-    assert runner.execution.graph_bytes < 2**24
+    assert seen == [runner.execution.graph_bytes] == [runner._graph_bytes]
+    hidden_states = 24 * 32 * 4
+    assert hidden_states < runner._static.num_bytes + runner._activations.num_bytes <= runner._graph_bytes < 2**20
+
+
+def test_every_graph_costs_what_the_engine_s_own_hold(model_dir, monkeypatch):  # noqa: F811
+    check_graph_bytes(model_dir, monkeypatch)
+
+
+def check_graph_bytes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, whoever else allocates meanwhile: as counted before there is a pool, and with it."""
+    alone = build_graphs(model)
+    free = itertools.count(2**36, -OTHERS)
+    monkeypatch.setattr(platforms, "available_memory", lambda: next(free))
+    runner = build_graphs(model)
+    counted, held = runner.execution.graph_bytes, runner._graph_bytes
+    assert counted == held == alone._graph_bytes, f"{counted} bytes counted, {held} held, {alone._graph_bytes} alone"
+
+
+OTHERS = 300 * 2**20  # bytes that they take whenever somebody looks
+
+
+class MeasuresTheMachine(CpuGraphPool):
+    def __init__(self, *, is_compiled: bool = False) -> None:
+        super().__init__(is_compiled=is_compiled)
+        self._before = platforms.available_memory()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._before - platforms.available_memory()
+
+
+def test_graphs_that_are_measured_by_the_whole_machine_are_seen(model_dir, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(cpu_graphs, "CpuGraphPool", MeasuresTheMachine)
+    with pytest.raises(AssertionError, match="bytes counted"):
+        check_graph_bytes(model_dir, monkeypatch)
 
 
 def test_every_padding_row_and_token_is_inert():

@@ -19,7 +19,7 @@ from nanoserve.compilation import CompileMode
 from nanoserve.config import SEAMS, EngineConfig, get_stage
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphMode
-from nanoserve.input_batch import StepInputs
+from nanoserve.input_batch import HostInputs
 from nanoserve.record import ListRecorder
 from nanoserve.request import EngineRequest, SamplingParams
 from nanoserve.runner import EagerRunner
@@ -153,7 +153,7 @@ def test_every_kind_of_sampling_reads_its_own_output(batch, ahead):
 
 
 def test_a_token_in_flight_that_is_not_put_in_its_place_is_seen(models, expected, monkeypatch):
-    monkeypatch.setattr(StepInputs, "take_in_flight", lambda self, sampled_ids_S: None)
+    monkeypatch.setattr(HostInputs, "take_in_flight", lambda self, *tensors: None)
     check(("rebuilt", "eager", False, "unified", "shared"), "none", models["llama"], expected["llama"])
     with pytest.raises(AssertionError):
         check(("rebuilt", "eager", True, "unified", "shared"), "none", models["llama"], expected["llama"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from checkpoints import write_checkpoint
@@ -17,6 +19,7 @@ from nanoserve.ops import TorchOps, TritonOps
 from nanoserve.platforms import (
     GIB,
     CpuPlatform,
+    CudaGraphPool,
     CudaPlatform,
     RocmPlatform,
     available_memory,
@@ -26,6 +29,8 @@ from nanoserve.platforms import (
 )
 from nanoserve.runner import EagerRunner
 from nanoserve.triton_attention import TritonAttention
+
+MIB = 2**20
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, hip: str | None = None, cuda: str | None = None) -> None:
@@ -77,10 +82,86 @@ def test_every_platform_answers_the_same_questions(monkeypatch):
         assert platform.default_ops is ops
         assert platform.name in attention.platforms
         assert platform.name in ops.platforms
-    assert CpuPlatform().graph_support(TorchAttention) is GraphSupport.ALWAYS  # nothing is recorded there
+    assert CpuPlatform().graph_support(TorchAttention) is GraphSupport.ALWAYS  # run again where it is not recorded
     assert CudaPlatform().graph_support(TorchAttention) is GraphSupport.NEVER
     assert CudaPlatform().graph_support(TritonAttention) is GraphSupport.ALWAYS
     assert CudaPlatform().kv_cache_bytes() == RocmPlatform().kv_cache_bytes() == 34 * GIB
+
+
+GRAPH, WITHIN_TORCH = 7 * MIB, 2 * MIB  # that the driver gives to each graph of a `Card`, and torch knows of
+
+
+class Card:
+    """Stands in for the driver and for what torch holds of it, so that a pool can be asked without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.reserved = 40 * GIB, GIB
+        card = self
+
+        class Stream:
+            def wait_stream(self, stream: Stream) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                pass
+
+        class Graph:
+            def capture_begin(self, pool: object) -> None:
+                card.free, card.reserved = card.free - GRAPH, card.reserved + WITHIN_TORCH
+
+            def capture_end(self) -> None:
+                pass
+
+            def replay(self) -> None:
+                pass
+
+        for name, stand_in in {
+            "graph_pool_handle": object,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "stream": nullcontext,
+            "CUDAGraph": Graph,
+            "mem_get_info": lambda: (self.free, 80 * GIB),
+            "memory_reserved": lambda: self.reserved,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+@pytest.mark.parametrize("platform", [CudaPlatform(), RocmPlatform()])
+def test_every_graph_of_a_gpu_costs_what_its_driver_gave(monkeypatch, platform):
+    check_gpu_graphs(monkeypatch, platform)
+
+
+def check_gpu_graphs(monkeypatch: pytest.MonkeyPatch, platform: CudaPlatform) -> None:
+    """Which is more than torch knows of; but no less than that, if others let go of theirs meanwhile."""
+    card = Card(monkeypatch)
+    pool = platform.graph_pool(is_compiled=False)
+    assert pool.num_bytes == 0
+    card.free -= GIB  # static memory, say
+    for _ in range(3):
+        pool(lambda: None)
+    assert pool.num_bytes == 3 * GRAPH, f"{pool.num_bytes} bytes counted, {3 * GRAPH} given"
+    card.free += GIB
+    assert pool.num_bytes == 3 * WITHIN_TORCH, f"{pool.num_bytes} bytes counted, {3 * WITHIN_TORCH} torch's"
+
+
+class TrustsTorch(CudaGraphPool):
+    @property
+    def num_bytes(self) -> int:
+        return self._reserved_bytes() - self._before[1] if self._before else 0
+
+
+class TrustsTheDriver(CudaGraphPool):
+    @property
+    def num_bytes(self) -> int:
+        return self._before[0] - self._free_bytes() if self._before else 0
+
+
+@pytest.mark.parametrize("pool", [TrustsTorch, TrustsTheDriver])
+def test_a_pool_that_trusts_one_of_the_two_is_seen(monkeypatch, pool):
+    monkeypatch.setattr(platforms, "CudaGraphPool", pool)
+    with pytest.raises(AssertionError, match="bytes counted"):
+        check_gpu_graphs(monkeypatch, CudaPlatform())
 
 
 def test_every_choice_of_attention_says_why(monkeypatch):

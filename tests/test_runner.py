@@ -20,11 +20,11 @@ from torch import Tensor
 from nanoserve.attention import TorchAttention
 from nanoserve.config import EngineConfig
 from nanoserve.graph_runner import GraphRunner
-from nanoserve.input_batch import InputBatch, RebuiltBatch, RequestRow
+from nanoserve.input_batch import HostInputs, InputBatch, RebuiltBatch, RequestRow
 from nanoserve.kv_cache import KVCache
 from nanoserve.persistent_batch import PersistentBatch
 from nanoserve.request import NewRequest, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from nanoserve.runner import MAX_POOL_BLOCKS, EagerRunner
+from nanoserve.runner import MAX_POOL_BLOCKS, EagerRunner, StepAttention
 
 VOCAB = 61
 NUM_BLOCKS = 500
@@ -234,6 +234,42 @@ def test_every_mix_of_requests_gives_each_the_text_it_has_alone(model_dir, form,
         driver.step(tokens, preempted=preempted)
     for name in names:
         check_text(driver, name)
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
+def test_every_step_computes_only_the_tokens_that_sample_behind_the_last_attention(
+    model_dir, form, runner, monkeypatch
+):
+    """Of the others nobody reads more than the keys and values, unless their prompt is scored."""
+    driver = Driver(build(model_dir, runner, batch=form, runner=runner))
+    rows, attend = [], StepAttention.__call__
+
+    def counting(self, layer, q_THD, k_TKD, v_TKD):
+        if layer == MODEL["num_hidden_layers"] - 1:
+            rows.append(len(q_THD))
+        return attend(self, layer, q_THD, k_TKD, v_TKD)
+
+    monkeypatch.setattr(StepAttention, "__call__", counting)
+    driver.add("a", prompt_of(20))
+    driver.add("b", prompt_of(9, 1))
+    driver.add("c", prompt_of(9, 2), SCORED)
+    driver.step({"a": 7})
+    driver.step({"a": 5, "b": 9})
+    driver.step({"b": 1, "a": 8})
+    driver.step({"a": 1, "c": 9, "b": 1})
+    assert rows == [0, 1, 2, 11]
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, GraphRunner])
+def test_a_sampling_token_that_is_taken_for_another_row_is_seen(model_dir, monkeypatch, runner):
+    right = HostInputs.sampling_rows_S
+    monkeypatch.setattr(HostInputs, "sampling_rows_S", property(lambda inputs: right.fget(inputs) * 0))
+    driver = Driver(build(model_dir, runner, runner=runner))
+    driver.add("a", prompt_of(12))
+    driver.add("b", prompt_of(9, 1))
+    driver.step({"a": 7, "b": 9})
+    with pytest.raises(AssertionError, match=r"^b: (wrong tokens|scores are off)"):
+        check_text(driver, "b")
 
 
 def test_every_seeded_request_draws_the_same_tokens_in_any_company(model_dir, form):
