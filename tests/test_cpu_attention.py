@@ -1,9 +1,11 @@
-"""Laws of the C++ backend beyond the matrix that every backend has (test_attention.py): views, threads, bits, and the
-tokens of whole engines."""
+"""Laws of the C++ backend beyond the matrix that every backend has (test_attention.py): views, threads, bits, NaN, and
+the tokens of whole engines. The same laws kill edited copies of the source."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from hypothesis import strategies as st
 from test_attention import LAYER, Case, check_definition
 from test_modes import AHEAD, EXECUTION, requests, run
 
+from nanoserve import native
 from nanoserve.attention import TorchAttention
 from nanoserve.config import SEAMS, EngineConfig, get_stage
 from nanoserve.cpu_attention import CpuAttention
+from nanoserve.native import load, reason_not_to_load
 
 pytestmark = pytest.mark.needs_cxx
 CHUNK = 64  # keys that attention.cpp looks at together
@@ -125,6 +129,26 @@ def test_large_scores_do_not_overflow_and_small_weights_are_kept():
     check_definition(CpuAttention(), case)
 
 
+def check_nan(backend: CpuAttention, case: Case) -> None:
+    """NaN where the definition has it, in all of a head's dimensions, and no trace elsewhere."""
+    for row, out in enumerate(case.run(backend)):
+        expected = case.expected(row)
+        assert expected.isnan().any()
+        assert torch.equal(out.isnan(), expected.isnan()), f"row {case.rows[row]}: NaN is lost, or where none belongs"
+        torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("key", [0, CHUNK - 1, CHUNK, 99])
+@pytest.mark.parametrize(("queries", "head_dim"), [(1, 32), (2, 32), (3, 20), (40, 32)])
+def test_every_nan_in_a_query_or_in_a_key_that_it_looks_at_is_seen(queries, head_dim, key):
+    case = Case([(queries, 100)], head_dim=head_dim)
+    case.k[0][key, 1, 7] = torch.nan
+    check_nan(CpuAttention(), case)
+    case = Case([(queries, 100)], head_dim=head_dim)
+    case.q[0][queries // 2, 2, 7] = torch.nan
+    check_nan(CpuAttention(), case)
+
+
 # --- Rows that begin with the same blocks
 
 
@@ -164,6 +188,36 @@ def test_every_row_with_shared_blocks_is_itself_to_the_last_bit(first, extra, sh
     num_kv_heads, group = heads
     shape = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "block_size": block_size}
     check_shared_blocks(CpuAttention(), *with_shared_blocks(lens, num_blocks, **shape))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Rows are not spread over threads: as many as can be go together."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check_together(rows: int) -> None:
+    check_shared_blocks(CpuAttention(), *with_shared_blocks([150 + 10 * row for row in range(rows)], 9, head_dim=32))
+
+
+@pytest.mark.parametrize("rows", [full + more for full in (4, 8, 16, 32) for more in (-1, 0, 1)])
+def test_every_number_of_rows_that_go_together_keeps_the_bits_of_each(rows, one_thread):
+    """Two pairs a row: just as many as fill vectors, and one row less and more."""
+    check_together(rows)
+
+
+def check_nan_in_shared_blocks() -> None:
+    together, _ = with_shared_blocks([200] * 12, 9, head_dim=32)
+    for k in together.k:
+        k[50, 1, 7] = torch.nan
+    check_nan(CpuAttention(), together)
+
+
+def test_every_nan_in_shared_blocks_is_seen_in_every_row(one_thread):
+    check_nan_in_shared_blocks()
 
 
 def test_every_row_among_several_prefixes_is_itself_to_the_last_bit():
@@ -295,7 +349,41 @@ def test_every_planted_bug_of_shared_blocks_is_seen(backend, seen):
         check_shared_blocks(backend(), *with_shared_blocks([200] * 4, 8))
 
 
-def test_the_source_travels_with_the_package():
-    from nanoserve import native
+BUGS = {
+    "one total where few have several": ("weigh<PARTS>(s, places.n", "weigh<1>(s, places.n"),
+    "parts of a product that are forgotten": ("dots[i][v] += others[i][v]", "dots[i][v] += 0 * others[i][v]"),
+    "a largest score that is forgotten": ("pairs[i].most = Floats{} + most[v][lane];", ""),
+    "a total that is forgotten": ("pairs[i].total[part] = total[part][v][lane];", ";"),
+    "a NaN that weighs nothing": ("larger(Floats{} - 127.0f, x)", "larger(x, Floats{} - 127.0f)"),
+}
 
+
+def check_all() -> None:
+    check_together(16)
+    check_nan_in_shared_blocks()
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    load.cache_clear()
+    yield
+    load.cache_clear()
+    reason_not_to_load.cache_clear()
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_every_planted_bug_in_the_source_is_seen(bug: str, anew, one_thread, monkeypatch, tmp_path: Path):
+    shutil.copytree(native.SOURCES, tmp_path / "native")
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "native")
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+    source = tmp_path / "native" / "attention.cpp"
+    old, new = BUGS[bug]
+    text = source.read_text()
+    assert text.count(old) == 1
+    source.write_text(text.replace(old, new))
+    with pytest.raises(AssertionError, match=r"off by|other bits|NaN is lost"):
+        check_all()
+
+
+def test_the_source_travels_with_the_package():
     assert (Path(native.__file__).parent / "native" / "attention.cpp").is_file()

@@ -3,10 +3,9 @@
 // A tile is up to TILE (query, head) pairs of one row that share a key head. It walks the keys in chunks, through the
 // block table, with an online softmax (Milakov & Gimelshein 2018), and reads nothing beyond the row's keys. A tile of
 // many pairs has one pair in each lane of a vector: a key that was read serves them all. One of few pairs, as a decode
-// has it, puts the head's dimensions in the lanes. Decodes whose tables begin with the same blocks are one tile, which
-// takes each chunk of these for all of them while it is near, and what each row does is what it does alone. No
-// -ffast-math: linking with it flushes denormals to zero in the whole process; sums are reordered only where the code
-// says so.
+// has it, puts the head's dimensions in the lanes. Decodes whose tables begin with the same blocks are one tile: many
+// pairs there, each of which adds up in the order that it has alone, and few behind. No -ffast-math: linking with it
+// flushes denormals to zero in the whole process; sums are reordered only where the code says so.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -18,11 +17,13 @@ constexpr int LANES = 16, MOST_VECTORS = 4;  // in a tile: as many as have their
 #else
 constexpr int LANES = 8, MOST_VECTORS = 2;
 #endif
-constexpr int TILE = MOST_VECTORS * LANES, FEW = 4, MOST_ROWS = 16, CHUNK = 64, STEP = 4;
+constexpr int TILE = MOST_VECTORS * LANES, FEW = 4, CHUNK = 64, STEP = 4;
 constexpr float HIDDEN = -1e30f, LOG2E = 1.44269504f, SMALL_WORK = 1 << 17;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+#define UNROLLED _Pragma("GCC unroll 8")  // else vectors are in memory
+#define EACH_DOT UNROLLED for (int i = 0; i < KEYS; i++) UNROLLED for (int v = 0; v < VECTORS; v++)
 constexpr auto ALL_LANES = std::make_integer_sequence<int, LANES>();
 
 struct Batch {  // strides are in numbers; a token's heads and a place's dimensions lie side by side
@@ -40,17 +41,17 @@ struct Places {  // of a chunk's keys and values; the last one again up to whole
     int n;
 };
 
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where one is NaN
+
 // 2^x for x <= 0, and 0 from -127 on: the whole part goes into the exponent's bits, the rest, at most a half, into a
 // polynomial that is 1 at 0 and off by 1e-7 at most, relatively.
 static inline Floats exp2(Floats x) {
     constexpr float large = 3 << 22;  // a sum with it has no bits for what is behind the point
-    const Floats bounded = x > -127.0f ? x : Floats{} - 127.0f, sum = bounded + large, rest = bounded - (sum - large);
+    const Floats bounded = larger(Floats{} - 127.0f, x), sum = bounded + large, rest = bounded - (sum - large);
     Floats power = Floats{} + 0.00132647273f;
     for (float term : {0.00967151299f, 0.0555073358f, 0.240222424f, 0.693147004f, 1.0f}) power = power * rest + term;
     return (Floats)((Ints)power + ((Ints)sum << 23));
 }
-
-static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 template <int... LANE>
 static inline Floats largest(Floats x, std::integer_sequence<int, LANE...>) {  // in every lane
@@ -78,31 +79,49 @@ static inline void ask(const float *x, int64_t dim) {
     for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(x + d);
 }
 
-// Many pairs, one in each lane: the scores of a chunk's keys.
-template <int VECTORS>
-static inline void multiply(const Places &p, const Floats (*q)[VECTORS], int64_t dim, Floats (*s)[VECTORS]) {
-    constexpr int KEYS = VECTORS < MOST_VECTORS ? 2 * STEP : STEP;
+// Many pairs, one in each lane. Dot products and totals have PARTS parts: one, or, for pairs that go on as few, LANES,
+// in the order of sum_each(). Here: what dimensions PART, PART + DISTANCE, ... of each key and pair add up to.
+template <int PARTS, int PART, int DISTANCE, int KEYS, int VECTORS>
+__attribute__((always_inline)) static inline void add_dimensions(
+    const float *const *keys, const Floats (*q)[VECTORS], int64_t dim, Floats (&dots)[KEYS][VECTORS]) {
+    if constexpr (DISTANCE == PARTS) {
+        EACH_DOT dots[i][v] = Floats{};
+        for (int64_t d = PART; d < dim; d += PARTS) EACH_DOT dots[i][v] += keys[i][d] * q[d][v];
+    } else {
+        Floats others[KEYS][VECTORS];
+        add_dimensions<PARTS, PART, 2 * DISTANCE>(keys, q, dim, dots);
+        add_dimensions<PARTS, PART + DISTANCE, 2 * DISTANCE>(keys, q, dim, others);
+        EACH_DOT dots[i][v] += others[i][v];
+    }
+}
+
+// The scores of a chunk's keys; with one part, q is scaled already.
+template <int PARTS, int VECTORS>
+static inline void multiply(const Places &p, const Floats (*q)[VECTORS], const Batch &b, Floats (*s)[VECTORS]) {
+    constexpr int KEYS = PARTS > 1 || VECTORS == MOST_VECTORS ? STEP : 2 * STEP;
     for (int j = 0; j < p.n; j += KEYS) {
-        Floats dots[KEYS][VECTORS] = {};
-        for (int i = 0; i < KEYS; i++) ask(p.values[j + i], dim);
-        for (int64_t d = 0; d < dim; d++)
-            for (int i = 0; i < KEYS; i++)
-                for (int v = 0; v < VECTORS; v++) dots[i][v] += p.keys[j + i][d] * q[d][v];
-        for (int i = 0; i < KEYS; i++)
-            for (int v = 0; v < VECTORS; v++) s[j + i][v] = dots[i][v];
+        Floats dots[KEYS][VECTORS];
+        for (int i = 0; i < KEYS; i++) ask(p.values[j + i], b.dim);
+        for (int i = j + KEYS; i < std::min(j + 2 * KEYS, p.n); i++) ask(p.keys[i], b.dim);
+        add_dimensions<PARTS, 0, 1>(p.keys + j, q, b.dim, dots);
+        EACH_DOT s[j + i][v] = PARTS > 1 ? dots[i][v] * b.scale() : dots[i][v];
     }
 }
 
 // Scores become weights, and what was summed before is to shrink where there is a new largest one.
-template <int VECTORS>
-static inline void weigh(Floats (*s)[VECTORS], int n, Floats *most, Floats *total, Floats *shrink) {
+template <int PARTS, int VECTORS>
+static inline void weigh(Floats (*s)[VECTORS], int n, Floats *most, Floats (*total)[VECTORS], Floats *shrink) {
     Floats top[VECTORS];
     for (int v = 0; v < VECTORS; v++) top[v] = most[v];
     for (int j = 0; j < n; j++)
         for (int v = 0; v < VECTORS; v++) top[v] = larger(s[j][v], top[v]);
-    for (int v = 0; v < VECTORS; v++) shrink[v] = exp2(most[v] - top[v]), total[v] *= shrink[v], most[v] = top[v];
-    for (int j = 0; j < n; j++)
-        for (int v = 0; v < VECTORS; v++) total[v] += s[j][v] = exp2(s[j][v] - top[v]);
+    for (int v = 0; v < VECTORS; v++) shrink[v] = exp2(most[v] - top[v]), most[v] = top[v];
+    for (int part = 0; part < PARTS; part++) {
+        Floats added[VECTORS] = {};
+        for (int j = part; j < n; j += PARTS)
+            for (int v = 0; v < VECTORS; v++) added[v] += s[j][v] = exp2(s[j][v] - top[v]);
+        for (int v = 0; v < VECTORS; v++) total[part][v] = total[part][v] * shrink[v] + added[v];
+    }
 }
 
 // WIDTH dimensions, from d on, of the weighted sums of values.
@@ -117,11 +136,11 @@ static inline void add_values(const Places &p, const Floats (*s)[VECTORS], int64
         for (int v = 0; v < VECTORS; v++) sums[d + i][v] = sums[d + i][v] * shrink[v] + added[i][v];
 }
 
-struct Pair {  // one of few
+struct Pair {
     const float *q;
-    float *sums;   // in the output
-    int64_t seen;  // keys that it may look at
-    Floats most, total;
+    float *sums;         // in the output
+    int64_t seen;        // keys that it may look at
+    Floats most, total;  // the largest score in every lane; what all lanes add up to
 };
 
 // One pair, or two that share what was read, and a chunk of keys; `cold`: nobody has just read them.
@@ -209,34 +228,44 @@ struct Tile {
         for (int j = p.n; j % LANES; j++) p.keys[j] = p.keys[p.n - 1], p.values[j] = p.values[p.n - 1];
     }
 
-    template <int VECTORS>
-    void attend_many() const {
+    // The first keys of `row`, up to `end`, for n pairs that all have them, or that are a tile's.
+    template <int PARTS, int VECTORS>
+    void walk_many(Pair *pairs, int n, int64_t end) const {
         std::vector<Floats> memory((2 * b.dim + CHUNK) * VECTORS);
         auto q_lanes = (Floats(*)[VECTORS])memory.data(), sums = q_lanes + b.dim, s = sums + b.dim;
-        Floats most[VECTORS], total[VECTORS] = {}, shrink[VECTORS];
+        Floats most[VECTORS], total[PARTS][VECTORS] = {}, shrink[VECTORS];
         Ints limit[VECTORS] = {};
         for (auto &m : most) m = Floats{} + HIDDEN;
-        for (int i = 0; i < count; i++) {
-            const float *query = q(i, row), scale = b.scale();
-            limit[i / LANES][i % LANES] = seen(i, row);
+        for (int i = 0; i < n; i++) {
+            const float *query = pairs[i].q, scale = PARTS > 1 ? 1.0f : b.scale();
+            limit[i / LANES][i % LANES] = pairs[i].seen;
             for (int64_t d = 0; d < b.dim; d++) q_lanes[d][i / LANES][i % LANES] = query[d] * scale;
         }
         Places places;
-        for (int64_t from = 0, end = seen(count - 1, row); from < end; from += CHUNK) {
+        for (int64_t from = 0; from < end; from += CHUNK) {
             find(places, row, from, end);
-            multiply(places, q_lanes, b.dim, s);
-            for (int j = std::max<int64_t>(0, seen(0, row) - from); j < places.n; j++)
+            multiply<PARTS>(places, q_lanes, b, s);
+            for (int j = std::max<int64_t>(0, pairs[0].seen - from); PARTS == 1 && j < places.n; j++)
                 for (int v = 0; v < VECTORS; v++) s[j][v] = int32_t(from + j) < limit[v] ? s[j][v] : Floats{} + HIDDEN;
-            weigh(s, places.n, most, total, shrink);
+            weigh<PARTS>(s, places.n, most, total, shrink);
             int64_t d = 0;
             for (; d + STEP <= b.dim; d += STEP) add_values<STEP>(places, s, d, shrink, sums);
             for (; d < b.dim; d++) add_values<1>(places, s, d, shrink, sums);
         }
-        for (auto &t : total) t = 1.0f / t;
-        for (int i = 0; i < count; i++) {
-            float *const result = out(i, row), factor = total[i / LANES][i % LANES];
-            for (int64_t d = 0; d < b.dim; d++) result[d] = sums[d][i / LANES][i % LANES] * factor;
+        for (int i = 0; i < n; i++) {
+            const int v = i / LANES, lane = i % LANES;
+            const float factor = PARTS > 1 ? 1.0f : 1.0f / total[0][v][lane];
+            pairs[i].most = Floats{} + most[v][lane];
+            for (int part = 0; part < PARTS; part++) pairs[i].total[part] = total[part][v][lane];
+            for (int64_t d = 0; d < b.dim; d++) pairs[i].sums[d] = sums[d][v][lane] * factor;
         }
+    }
+
+    template <int PARTS>
+    void walk_many(Pair *pairs, int n, int64_t end) const {
+        if (n <= LANES) walk_many<PARTS, 1>(pairs, n, end);
+        else if (n <= 2 * LANES) walk_many<PARTS, 2>(pairs, n, end);
+        else walk_many<PARTS, MOST_VECTORS>(pairs, n, end);
     }
 
     // Keys `from` to `end` of row r, for n pairs that look at them.
@@ -253,25 +282,21 @@ struct Tile {
         }
     }
 
-    void attend_few() const {
-        Pair pairs[MOST_ROWS * FEW];
-        for (int i = 0; i < rows * count; i++) {
+    void attend() const {
+        const int n = rows * count;
+        Pair pairs[TILE];
+        for (int i = 0; i < n; i++) {
             const int64_t r = row + i / count, own = i % count;
             pairs[i] = {q(own, r), out(own, r), seen(own, r), Floats{} + HIDDEN, Floats{}};
         }
-        walk(row, 0, shared, pairs, rows * count);
+        if (!is_few(b, count)) return walk_many<1>(pairs, n, seen(count - 1, row));
+        if (n < LANES) walk(row, 0, shared, pairs, n);  // empty lanes cost as much as full ones
+        else if (shared) walk_many<LANES>(pairs, n, shared);
         for (int i = 0; i < rows; i++) walk(row + i, shared, seen(count - 1, row + i), pairs + i * count, count);
-        for (int i = 0; i < rows * count; i++) {
+        for (int i = 0; i < n; i++) {
             for (int l = 1; l < LANES; l++) pairs[i].total[0] += pairs[i].total[l];
             for (int64_t d = 0; d < b.dim; d++) pairs[i].sums[d] /= pairs[i].total[0];
         }
-    }
-
-    void attend() const {
-        if (is_few(b, count)) attend_few();
-        else if (count <= LANES) attend_many<1>();
-        else if (count <= 2 * LANES) attend_many<2>();
-        else attend_many<MOST_VECTORS>();
     }
 
     static bool is_few(const Batch &b, int64_t pairs) { return pairs <= FEW && b.dim % LANES == 0; }
@@ -305,7 +330,7 @@ static int64_t shared_keys(const Batch &b, int64_t row, int64_t other) {
 // A decode, and those behind it that share as many keys with it as the next one does; enough tiles for all threads.
 static Tile join(const Batch &b, int64_t row) {
     Tile tile{b, row, 0, b.heads / b.kv_heads};
-    const int64_t most = std::clamp<int64_t>(b.rows * b.kv_heads / (2 * b.threads), 1, MOST_ROWS);
+    const int64_t most = std::clamp<int64_t>(b.rows * b.kv_heads / (2 * b.threads), 1, TILE / tile.count);
     for (int64_t r = row + 1; r < b.rows && tile.rows < most && b.queries(r) == 1; r++, tile.rows++) {
         const int64_t keys = shared_keys(b, row, r);
         if (keys == 0 || keys < tile.shared) break;

@@ -1,9 +1,10 @@
 // y = (x W' + bias) * scale in float32, for any number of rows: W in float32, or in int8 with a scale for each output.
 //
 // W lies in panels of WIDTH outputs, input by input, so that a product reads it from end to end; `width` says how wide.
-// A tile of up to ROWS rows keeps its sums in registers, and each number of W that it reads serves all of its rows. Few
-// rows wait for memory, which is asked AHEAD bytes early. Many go in blocks of BLOCK tiles, which a core's own cache
-// holds, and their inputs in pieces of DEPTH, so that a panel's piece, widened if int8, stays there for all the tiles.
+// A tile of up to ROWS rows keeps its sums in registers, and each number of W that it reads serves all of its rows.
+// Many rows go in blocks of BLOCK tiles, which a core's own cache holds, and their inputs in pieces of DEPTH, so that a
+// panel's piece, widened if int8, stays near for all the tiles. Memory brings the next piece meanwhile: each tile asks
+// for its share of it, so that no tile waits for all of it; what a tile reads itself is asked for AHEAD bytes early.
 // Each sum adds up those of its pieces, which is several times as exact as one long sum, in one order whatever the
 // tile: a row's result is the same in any company.
 #include <algorithm>
@@ -37,6 +38,8 @@ struct Product {
 
 struct Piece {  // of a panel: its inputs from..from + depth
     const void *weight;
+    const char *next;  // read after it; a tile asks for `share` bytes an input
+    int64_t share;
     const float *bias, *scale;  // null: y has the sums so far; they go on, or are scaled already
     int64_t depth, x_row, y_row;
 };
@@ -57,7 +60,8 @@ static Floats load(const int8_t *w) {
 template <int COUNT, typename Weight>
 static void tile(const Piece &p, const float *x, float *y) {
     const Weight *w = (const Weight *)p.weight;
-    const int64_t x_row = p.x_row, y_row = p.y_row, depth = p.depth;
+    const char *const next = p.next;
+    const int64_t share = p.share, x_row = p.x_row, y_row = p.y_row, depth = p.depth;
     Floats sums[COUNT][VECTORS];
     UNROLLED for (int r = 0; r < COUNT; r++) UNROLLED for (int v = 0; v < VECTORS; v++) {
         sums[r][v] = Floats{};
@@ -66,6 +70,7 @@ static void tile(const Piece &p, const float *x, float *y) {
     for (int64_t k = 0; k < depth; k++, w += WIDTH) {
         for (size_t line = 0; line < WIDTH * sizeof(Weight); line += LINE)
             __builtin_prefetch((const char *)w + AHEAD + line);
+        __builtin_prefetch(next + k * share, 0, 2);  // not into the first cache, which the piece fills
         Floats ws[VECTORS];
         UNROLLED for (int v = 0; v < VECTORS; v++) ws[v] = load(w + v * LANES);
         UNROLLED for (int r = 0; r < COUNT; r++) UNROLLED for (int v = 0; v < VECTORS; v++)
@@ -100,7 +105,8 @@ static void multiply_block(const Product &p, int64_t first, int64_t last, int64_
     const int64_t y_row = whole ? p.out : WIDTH;
     for (int64_t from = 0; from < p.in; from += DEPTH) {
         const Weight *weight = (const Weight *)p.weight + out * p.in + from * WIDTH;
-        Piece piece = {weight, nullptr, nullptr, std::min<int64_t>(DEPTH, p.in - from), p.x_row, y_row};
+        const int64_t depth = std::min<int64_t>(DEPTH, p.in - from), share = WIDTH * sizeof(Weight) / (last - first);
+        Piece piece = {weight, (const char *)(weight + depth * WIDTH), share, nullptr, nullptr, depth, p.x_row, y_row};
         if (from == 0) piece.bias = p.bias + out;
         if (p.scale && from + DEPTH >= p.in) piece.scale = p.scale + out;
         if (widened) {
@@ -108,7 +114,7 @@ static void multiply_block(const Product &p, int64_t first, int64_t last, int64_
             piece.weight = wide;
         }
         const auto &sized = widened ? tiles<float> : tiles<Weight>;
-        for (int64_t t = first; t < last; t++) {
+        for (int64_t t = first; t < last; t++, piece.next += depth * share) {
             const int64_t start = p.rows * t / count, end = p.rows * (t + 1) / count;
             sized[end - start - 1](piece, p.x + start * p.x_row + from, y + (start - row) * y_row);
         }
