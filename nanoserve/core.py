@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +37,7 @@ CRASH_PREFIX = "nanoserve-crash-"
 NUM_RECENT_STEPS = 32  # steps that a crash dump and `recent_steps` go back
 
 
-@dataclass(slots=True)
-class RecentStep:
+class RecentStep(msgspec.Struct, eq=False):
     """A step that is kept for a look back, with all that came to the scheduler around it: `end_s` is None while it
     runs, and for the one that failed."""
 
@@ -47,18 +45,17 @@ class RecentStep:
     start_s: float
     launched_s: float
     ahead: bool = False  # decided before the results of the one before were taken
-    arrivals: list[EngineRequest] = field(default_factory=list)
-    aborts: list[str] = field(default_factory=list)  # before it was decided, and until the next one is
-    before: list[Input] = field(default_factory=list)
-    meanwhile: list[Input] = field(default_factory=list)
-    resumed: list[str] = field(default_factory=list)  # admitted again after a preemption
-    evicted: list[int] = field(default_factory=list)
-    news: list[EngineOutput] = field(default_factory=list)
+    arrivals: list[EngineRequest] = []
+    aborts: list[str] = []  # before it was decided, and until the next one is
+    before: list[Input] = []
+    meanwhile: list[Input] = []
+    resumed: list[str] = []  # admitted again after a preemption
+    evicted: list[int] = []
+    news: list[EngineOutput] = []
     end_s: float | None = None
 
 
-@dataclass(slots=True)
-class StepInFlight:
+class StepInFlight(msgspec.Struct, eq=False):
     """A step that was launched and whose results were not taken."""
 
     recent: RecentStep
@@ -226,7 +223,8 @@ class EngineCore:
         recent = RecentStep(plan, start_s, self.clock(), ahead, self._arrivals, self._aborted, self._inputs)
         self._arrivals, self._aborted, self._inputs = [], [], []
         self._recent.append(recent)
-        recent.resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
+        if plan.new:
+            recent.resumed = [new.id for new in plan.new if self.scheduler.requests[new.id].num_preemptions]
         if self.observer:
             events = self.scheduler.blocks.take_events()
             recent.evicted = [block_id for event in events if event.kind == "removed" for block_id in event.block_ids]

@@ -70,7 +70,7 @@ class HostInputs:
         """On the device, in one transfer."""
         sampling_rows_S = self.sampling_rows_S
         arrays = (
-            self.input_ids_T,
+            self.input_ids_T.copy(),  # `take_in_flight` writes there
             self.positions_T,
             self.slot_mapping_T,
             self.query_start_loc_R1,

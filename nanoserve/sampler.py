@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from nanoserve.sampling_inputs import (
 __all__ = ["Sampled", "SamplingInputs", "SamplingRow", "prompt_logprobs", "sample"]
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Sampled:
     """One token a row. `ids_S` stays on the device; the first look at `token_ids` or `logprobs` fetches both of
     them, in one copy. `measured_LW`: what `_measure` made of the rows that want log-probabilities."""
@@ -44,6 +43,7 @@ class Sampled:
     asked: LogprobRows | None = None
     _numbers: Tensor | None = field(default=None, init=False)
     _arrival: torch.cuda.Event | None = field(default=None, init=False)
+    _fetched: tuple[list[int], dict[int, TokenLogprobs]] | None = field(default=None, init=False)
 
     def start_fetch(self) -> None:
         """Begin the copy to the host, in front of whatever the device is given next."""
@@ -57,8 +57,12 @@ class Sampled:
             self._arrival.record()
         self._numbers = numbers
 
-    @cached_property
     def _on_host(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        if self._fetched is None:
+            self._fetched = self._fetch()
+        return self._fetched
+
+    def _fetch(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         if self._numbers is None:
             self.start_fetch()
         assert self._numbers is not None
@@ -77,12 +81,12 @@ class Sampled:
 
     @property
     def token_ids(self) -> list[int]:
-        return self._on_host[0]
+        return self._on_host()[0]
 
     @property
     def logprobs(self) -> dict[int, TokenLogprobs]:
         """Of the rows that asked, by row."""
-        return self._on_host[1]
+        return self._on_host()[1]
 
 
 def sample(logits_SV: Tensor, inputs: SamplingInputs, generator: torch.Generator | None = None) -> Sampled:
@@ -98,7 +102,7 @@ def sample(logits_SV: Tensor, inputs: SamplingInputs, generator: torch.Generator
     shape = (inputs.num_rows, inputs.vocab_size)
     assert logits_SV.shape == shape, f"logits of shape {tuple(logits_SV.shape)} for inputs of {shape}"
     processed_SV = change_logits(logits_SV, inputs) if inputs.changes_logits else logits_SV
-    ids_S = processed_SV.argmax(dim=-1)
+    ids_S = largest(processed_SV)
     for draws in (inputs.plain, inputs.truncated):
         if draws is not None:
             ids_S[draws.rows_N] = draw(processed_SV[draws.rows_N].float(), draws, generator)
@@ -119,6 +123,13 @@ def prompt_logprobs(logits_PV: Tensor, token_ids: Sequence[int], k: int) -> list
     measured_PW = _measure(logits_PV, torch.tensor(token_ids, device=logits_PV.device), k)
     measured = zip(token_ids, measured_PW.tolist(), strict=True)
     return [_token_logprobs(token_id, numbers, k) for token_id, numbers in measured]
+
+
+def largest(values_NV: Tensor) -> Tensor:
+    """Of each row the place of its largest value, int64 [N], the lowest among equals."""
+    if values_NV.is_cpu:  # numpy's is vectorised there: with many rows 20 times as fast
+        return torch.from_numpy(values_NV.float().numpy().argmax(axis=-1))
+    return values_NV.argmax(dim=-1)
 
 
 def change_logits(logits_SV: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -165,7 +176,7 @@ def draw(logits_NV: Tensor, draws: Draws, generator: torch.Generator | None) -> 
         largest_N1 = logits_NV[:, :1]
     scores_NK = truncate((logits_NV - largest_N1) / draws.temperature_N1, draws)
     noise_NK = gumbel_noise(_keys(draws, generator), ids_NK)
-    return ids_NK.gather(1, (scores_NK + noise_NK).argmax(dim=-1, keepdim=True)).squeeze(1)
+    return ids_NK.gather(1, largest(scores_NK + noise_NK).unsqueeze(1)).squeeze(1)
 
 
 def truncate(scores_NK: Tensor, draws: Draws) -> Tensor:

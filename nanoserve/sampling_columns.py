@@ -45,6 +45,7 @@ COLUMNS = np.dtype(
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
+        ("num_prompt", np.int64),
     ],
     align=True,
 )
@@ -58,6 +59,7 @@ class SamplingColumns:
         self._counts = TokenCounts(vocab_size, device)
         self._extras: dict[int, SamplingRow] = {}
         self._reading: set[int] = set()
+        self._asking: set[int] = set()  # rows that want more than the likeliest token
         self._vocab_size = vocab_size
         self._device = device
 
@@ -84,7 +86,10 @@ class SamplingColumns:
             clamped(params.repetition_penalty),
             params.frequency_penalty,
             params.presence_penalty,
+            new.num_prompt_tokens,
         )
+        if penalised or has_extras(params) or not params.is_greedy:
+            self._asking.add(row)
         if has_extras(params):
             self._extras[row] = SamplingRow(params, (), output_L, new.eos_token_id)
         if params.reads_output:
@@ -96,6 +101,7 @@ class SamplingColumns:
             self._counts.remove(int(place))
         self._extras.pop(row, None)
         self._reading.discard(row)
+        self._asking.discard(row)
 
     def append(self, rows_S: np.ndarray, ids_S: np.ndarray) -> None:
         """A new token of each of these rows."""
@@ -105,10 +111,13 @@ class SamplingColumns:
         counted_S = places_S != NOT_COUNTED
         self._counts.append(places_S[counted_S], ids_S[counted_S])
 
-    def build(self, rows_S: np.ndarray, num_outputs_S: np.ndarray) -> SamplingInputs:
-        """What these rows ask for, each with that many tokens of output before the one that is sampled now."""
-        columns_S = self._columns_C[rows_S]
+    def build(self, rows_S: np.ndarray, num_known_S: np.ndarray) -> SamplingInputs:
+        """What these rows ask for, each with that many tokens before the one that is sampled now, the prompt's too."""
         inputs = SamplingInputs(len(rows_S), self._vocab_size)
+        if not self._asking:
+            return inputs
+        columns_S = self._columns_C[rows_S]
+        num_outputs_S = num_known_S - columns_S["num_prompt"]
         if columns_S["draws"].any():  # else everyone is greedy
             inputs.plain = self._draws(columns_S, num_outputs_S, PLAIN)
             inputs.truncated = self._draws(columns_S, num_outputs_S, TRUNCATED)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
+import msgspec
+
 from nanoserve.block_pool import PrefixHit, cdiv
 from nanoserve.request import EngineOutput, NewRequest, Reason, Request, Status, StepPlan
 
@@ -52,22 +54,13 @@ class WaitingQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
 
-class FcfsQueue:
+class FcfsQueue(deque[Request]):
     """First come, first served; a preempted request comes back to the front."""
 
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-        self.push, self.push_front = self._queue.append, self._queue.appendleft
-        self.pop, self.remove = self._queue.popleft, self._queue.remove
+    push, push_front, pop = deque.append, deque.appendleft, deque.popleft
 
     def peek(self) -> Request:
-        return self._queue[0]
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+        return self[0]
 
 
 def urgency(request: Request) -> tuple[int, float, str]:
@@ -106,20 +99,17 @@ class PriorityQueue:
 QUEUES: Mapping[str, type[FcfsQueue] | type[PriorityQueue]] = {"fcfs": FcfsQueue, "priority": PriorityQueue}
 
 
-class Draft:
+class Draft(msgspec.Struct, eq=False):
     """A step while it is being decided; `BaseScheduler._seal` makes it a `StepPlan`."""
 
-    __slots__ = ("budget", "copies", "left_out", "new", "new_blocks", "preempted", "stopped_by", "tokens")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # tokens left
-        self.tokens: dict[str, int] = {}
-        self.new: dict[str, NewRequest] = {}
-        self.new_blocks: dict[str, list[int]] = {}
-        self.preempted: list[str] = []
-        self.copies: list[tuple[int, int]] = []
-        self.left_out: dict[str, Reason] = {}
-        self.stopped_by: Reason | None = None  # why the head of `waiting` was not admitted
+    budget: int  # tokens left
+    tokens: dict[str, int] = {}
+    new: dict[str, NewRequest] = {}
+    new_blocks: dict[str, list[int]] = {}
+    preempted: list[str] = []
+    copies: list[tuple[int, int]] = []
+    left_out: dict[str, Reason] = {}
+    stopped_by: Reason | None = None  # why the head of `waiting` was not admitted
 
     def give(self, request: Request, num_tokens: int) -> None:
         self.tokens[request.id] = num_tokens
@@ -193,10 +183,10 @@ class BaseScheduler:
     @property
     def can_schedule(self) -> bool:
         """Whether anyone has tokens to compute, before it is known what the steps in flight sample."""
-        return any(
-            request.num_behind > 0 and (request.status is Status.RUNNING or not request.num_placeholders)
-            for request in self.requests.values()
-        )
+        for request in self.requests.values():
+            if request.num_behind > 0 and (request.status is Status.RUNNING or not request.num_placeholders):
+                return True
+        return False
 
     def add(self, request: Request) -> None:
         if request.id in self.requests:
@@ -381,7 +371,7 @@ class BaseScheduler:
         return EngineOutput(
             id=request.id,
             new_token_ids=accepted,
-            finish_reason=request.status.finish_reason,
+            finish_reason=request.status.finish_reason if request.is_finished else None,
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_hit_tokens,
         )
