@@ -57,6 +57,10 @@ class LookUp(ctypes.Structure):
     _fields_ = (*members(POINTER, "table ids out"), *members(INTEGER, "tokens size width"))
 
 
+class ArgMax(ctypes.Structure):
+    _fields_ = (*members(POINTER, "x out"), *members(INTEGER, "rows size"))
+
+
 class CpuOps:
     """Raises native.BuildError without a compiler. A row's result does not depend on the other rows, nor on the number
     of threads, to the last bit."""
@@ -134,9 +138,21 @@ def look_up(table: Tensor, ids_T: Tensor, out_TE: Tensor, width: int = 1) -> Non
     _look_up()(LookUp(table.data_ptr(), ids_T.data_ptr(), out_TE.data_ptr(), *out_TE.shape, width))
 
 
+def argmax(x_SV: Tensor, out_S: Tensor) -> None:
+    """`x_SV.argmax(dim=-1)`: the lowest place among equals, and that of a NaN where there is one."""
+    _check(x_SV)
+    assert x_SV.is_contiguous(), "rows apart"
+    _argmax()(ArgMax(x_SV.data_ptr(), out_S.data_ptr(), *x_SV.shape))
+
+
 @cache
 def _look_up() -> Function:
     return Function("ops", "look_up")
+
+
+@cache
+def _argmax() -> Function:
+    return Function("ops", "argmax")
 
 
 def _check(x: Tensor) -> None:

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import check_close, fresh_memory_is_nan, fused_qkv, random
 
-from nanoserve import native
+from nanoserve import cpu_ops, native
 from nanoserve.config import EngineConfig
-from nanoserve.cpu_ops import CpuOps
+from nanoserve.cpu_ops import CpuOps, argmax
 from nanoserve.native import load, reason_not_to_load
 from nanoserve.ops import Ops, TorchOps
 from nanoserve.runner import EagerRunner
@@ -125,6 +125,24 @@ def test_no_tokens_are_no_results():
     assert CpuOps().rms_norm(torch.zeros(0, 8), torch.ones(8), EPS).shape == (0, 8)
 
 
+@given(
+    st.integers(1, 5).flatmap(
+        lambda rows: st.lists(
+            st.sampled_from([-torch.inf, -2.0, -0.0, 0.0, 1.0, torch.inf, torch.nan]), min_size=rows, max_size=40 * rows
+        ).map(lambda numbers: torch.tensor(numbers[: len(numbers) // rows * rows]).view(rows, -1))
+    )
+)
+def test_every_largest_is_torch_s_among_equals_and_nan_too(x_SV):
+    check_argmax(x_SV)
+
+
+def check_argmax(x_SV: torch.Tensor) -> None:
+    out_S = torch.full((len(x_SV),), -1)
+    argmax(x_SV, out_S)
+    expected_S = x_SV.argmax(dim=-1)
+    assert torch.equal(out_S, expected_S), f"the largest of {x_SV.tolist()} is off by {(out_S - expected_S).tolist()}"
+
+
 def test_every_engine_on_a_cpu_has_them(tmp_path):
     path = str(write_checkpoint(tmp_path))
     runner = EagerRunner(EngineConfig(model=path, device="cpu"))
@@ -134,6 +152,9 @@ def test_every_engine_on_a_cpu_has_them(tmp_path):
 
 def check_all() -> None:
     check(size=64, tokens=3)
+    scores_SV = random(3, 70)
+    scores_SV[1, 40] = torch.nan
+    check_argmax(scores_SV)
     little, weight = torch.full((1, 16), 1e-3), torch.ones(16)
     check_close(CpuOps().rms_norm(little, weight, EPS), TorchOps().rms_norm(little, weight, EPS), "a norm of little")
 
@@ -148,14 +169,18 @@ BUGS = {
     "the next head's place": ("n * h.head", "(n + 1) % h.count * h.head"),
     "a gate that never closes": ("gate[i] > 0 ? 1.0f : e", "1.0f"),
     "an exponential cut short": ("int k = 7", "int k = 3"),
+    "the largest number beside a NaN": ("is_nan ? x[place] == x[place] : x[place] != most", "x[place] != most"),
+    "the largest of the first row": ("a.x + r * a.size", "a.x"),
 }
 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    load.cache_clear()
+    for loaded in (load, cpu_ops._argmax):
+        loaded.cache_clear()
     yield
-    load.cache_clear()
+    for loaded in (load, cpu_ops._argmax):
+        loaded.cache_clear()
     reason_not_to_load.cache_clear()
 
 

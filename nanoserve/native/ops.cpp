@@ -153,3 +153,26 @@ extern "C" void look_up(const LookUp *look_up) {
         for (int64_t i = 0; i < l.size; i++) l.out[t * l.size + i] = from[i * l.width];
     }
 }
+
+struct ArgMax {
+    const float *x;
+    int64_t *out;
+    int64_t rows, size;
+};
+
+extern "C" void argmax(const ArgMax *argmax) {  // NaN is the largest; the first among equals
+    const ArgMax &a = *argmax;
+    for (int64_t r = 0; r < a.rows; r++) {
+        const float *x = a.x + r * a.size;
+        float most = -INFINITY;
+        int is_nan = 0;
+#pragma omp simd reduction(max : most) reduction(| : is_nan)
+        for (int64_t i = 0; i < a.size; i++) {
+            most = x[i] > most ? x[i] : most;
+            is_nan |= x[i] != x[i];
+        }
+        int64_t place = 0;
+        while (is_nan ? x[place] == x[place] : x[place] != most) place++;
+        a.out[r] = place;
+    }
+}
