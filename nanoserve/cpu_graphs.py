@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve.cpu_ops import look_up
 from nanoserve.native import reason_not_to_load
-from nanoserve.native_calls import INTEGER, POINTER, Call, Function, members, recorded_calls
+from nanoserve.native_calls import INTEGER, POINTER, Call, Function, RecordedCall, members, recorded_calls
 
 aten = torch.ops.aten
 
@@ -36,6 +36,12 @@ class Move(ctypes.Structure):
     """`Move` of graph.cpp."""
 
     _fields_ = (*members(POINTER, "source target"), *members(INTEGER, "rows size from_row to_row"))
+
+
+class Take(ctypes.Structure):
+    """`Take` of graph.cpp."""
+
+    _fields_ = (*members(POINTER, "source source_places target_places target"), *members(INTEGER, "count"))
 
 
 class NotRecordable(Exception):
@@ -76,7 +82,20 @@ class CpuGraphPool:
         return f"recorded calls; some {stand_in}" if self._num_recorded else stand_in
 
 
-class Recording:
+class Replay:
+    """Calls made again, all in one."""
+
+    def __init__(self, calls: Sequence[RecordedCall]) -> None:
+        self.calls = calls  # kept: what follows has their addresses
+        self._calls = (Call * len(calls))(*(Call(f.address, ctypes.addressof(a)) for f, a in calls))
+        self.function = Function("graph", "replay")
+        self.arguments = Calls(ctypes.addressof(self._calls), len(calls))
+
+    def __call__(self) -> None:
+        self.function(self.arguments)
+
+
+class Recording(Replay):
     """Raises NotRecordable."""
 
     def __init__(self, run: Callable[[], None], memory: Memory) -> None:
@@ -84,13 +103,8 @@ class Recording:
             raise NotRecordable(f"nothing can be recorded without a compiler ({reason})")
         with recorded_calls() as calls, OnlyRecordable(memory):
             run()
-        self.memory, self.calls = memory, calls  # kept: what follows has their addresses
-        self._calls = (Call * len(calls))(*(Call(f.address, ctypes.addressof(a)) for f, a in calls))
-        self._all = Calls(ctypes.addressof(self._calls), len(calls))
-        self._replay = Function("graph", "replay")
-
-    def __call__(self) -> None:
-        self._replay(self._all)
+        super().__init__(calls)
+        self.memory = memory  # kept, like the calls
 
 
 class Memory:

@@ -36,15 +36,20 @@ class StaticInputs:
         import numpy as np
         import torch
 
+        self._sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "num_blocks": num_blocks}
         sizes = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows)
         numbers = torch.zeros(sum(sizes), dtype=torch.int64)
         arrays = np.split(numbers.numpy(), np.cumsum(sizes)[:-1])
         self.input_ids_T, self.positions_T, self.slot_mapping_T, self.query_start_loc_R1, self.seq_lens_R = arrays
         self.slot_mapping_T[:] = NOT_STORED
-        self._numbers, self._numbers_there = numbers, numbers.to(device)
+        self.numbers, self._numbers_there = numbers, numbers.to(device)  # all of them, one array after the other
         self._there = self._numbers_there.split(sizes)
-        self._table_there = torch.full((num_rows, num_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
+        self.block_table_RB = torch.full((num_rows, num_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
         self._each_R1 = torch.arange(num_rows + 1, device=device)  # where rows of one token start
+
+    def another(self) -> StaticInputs:
+        """One more of the same shape, on the host."""
+        return type(self)(**self._sizes, device=self.numbers.device)
 
     def num_rows(self, key: GraphKey) -> int:
         return key.size if key.is_uniform else len(self.seq_lens_R)
@@ -61,7 +66,7 @@ class StaticInputs:
         return AttentionBatch(
             query_start_loc_R1=self._each_R1[: rows + 1] if key.is_uniform else starts_R1[: rows + 1],
             seq_lens_R=seq_lens_R[:rows],
-            block_table_RB=self._table_there[:rows],
+            block_table_RB=self.block_table_RB[:rows],
             slot_mapping_T=slots_T[: key.size],
             query_starts=list(range(rows + 1)),
             seq_lens=[0] * rows,
@@ -85,10 +90,10 @@ class StaticInputs:
         used, width = inputs.block_table_RB.shape
         rows = self.num_rows(key)
         self.seq_lens_R[:used] = inputs.seq_lens_R
-        self._table_there[:used, :width] = torch.from_numpy(inputs.block_table_RB)
+        self.block_table_RB[:used, :width] = torch.from_numpy(inputs.block_table_RB)
         if used < rows:
             self.seq_lens_R[used:rows] = 0
-            self._table_there[used:rows] = NULL_BLOCK
+            self.block_table_RB[used:rows] = NULL_BLOCK
         batch.seq_lens[:] = self.seq_lens_R[:rows].tolist()
         if not key.is_uniform:
             self.query_start_loc_R1[: used + 1] = inputs.query_start_loc_R1
@@ -97,12 +102,12 @@ class StaticInputs:
 
     def send(self) -> None:
         """What was filled in, to where graphs read it."""
-        if self._numbers_there is not self._numbers:
-            self._numbers_there.copy_(self._numbers)
+        if self._numbers_there is not self.numbers:
+            self._numbers_there.copy_(self.numbers)
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self._numbers_there, self._table_there)
+        return _num_bytes(self._numbers_there, self.block_table_RB)
 
 
 class StaticActivations:

@@ -28,3 +28,14 @@ extern "C" void move(const Move *move) {
         m.from ? (void)memcpy(m.to + r * m.to_row, m.from + r * m.from_row, m.size)
                : (void)memset(m.to + r * m.to_row, 0, m.size);
 }
+
+struct Take {  // numbers from these places, to those
+    const int64_t *from, *from_places, *to_places;
+    int64_t *to;
+    int64_t count;
+};
+
+extern "C" void take(const Take *take) {
+    const Take &t = *take;
+    for (int64_t i = 0; i < t.count; i++) t.to[t.to_places[i]] = t.from[t.from_places[i]];
+}
