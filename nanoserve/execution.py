@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+QUEUED = "greedy decodes run by a thread of their own"
+
 
 class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Filled in by the runner while it is built."""
@@ -21,6 +23,7 @@ class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
     graph_mode: str = "none"
     graph_sizes: list[int] = []  # tokens
     graph_kind: str = ""  # what replays them
+    stream: str = ""  # what runs while the host goes on, on a CPU
     capture_s: float = 0.0
     graph_bytes: int = 0  # of graphs and their static memory
     weight_bytes: int = 0
@@ -40,6 +43,8 @@ class Execution(msgspec.Struct, kw_only=True, omit_defaults=True):
             parts.append(f"{graphs}, {self.capture_s:.2f} s, {self.graph_bytes / 2**20:.1f} MiB)")
         else:
             parts.append("no graphs")
+        if self.stream:
+            parts.append(self.stream)
         return ", ".join(parts)
 
     @property

@@ -9,15 +9,18 @@ Laws: tests/test_graph_runner.py.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoserve.compilation import CompileMode
+from nanoserve.execution import QUEUED
 from nanoserve.graphs import Dispatcher, GraphKey, GraphMode, default_sizes, given_sizes, supported
 from nanoserve.input_batch import HostInputs
 from nanoserve.kv_cache import KVCache
+from nanoserve.native import reason_not_to_load
 from nanoserve.runner import EagerRunner
 from nanoserve.static_inputs import StaticActivations, StaticInputs, is_whole, keep
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
     from nanoserve.config import EngineConfig
     from nanoserve.model import Flow
+    from nanoserve.queued_decodes import QueuedDecodes
+    from nanoserve.sampler import Sampled
 
 Replay = Callable[[HostInputs, "Tensor | None"], "Tensor"]  # scores, from a step and what the one before sampled
 NO_GRAPHS = Dispatcher(GraphMode.NONE, (), 0)
@@ -45,6 +50,8 @@ class GraphRunner(EagerRunner):
         self._mode = supported(asked, self._platform.graph_support(self._attention.backend))
         self._graphs: dict[GraphKey, Replay] = {}
         self._ends: dict[int, Callable[[], None]] = {}
+        self._replays: dict[GraphKey, Callable[[], None]] = {}  # of whole passes
+        self._decodes: QueuedDecodes | None = None
         self._serves = False
         self.dispatcher = NO_GRAPHS
 
@@ -66,7 +73,22 @@ class GraphRunner(EagerRunner):
         self.execution.capture_s = time.perf_counter() - start_s
         self.execution.graph_bytes = self.execution.graph_bytes or self._graph_bytes
         self._compile_now(config)
+        if config.async_scheduling and self._platform.spares_a_core(self.execution.num_threads):
+            self._queue_decodes()
         self._serves = True
+
+    def _queue_decodes(self) -> None:
+        """What one step ahead is on a device that works on its own, for the steps that can be queued here."""
+        from nanoserve.cpu_graphs import Recording
+        from nanoserve.queued_decodes import QueuedDecodes
+
+        decodes = {key: replay for key, replay in self._replays.items() if key.is_uniform}
+        recordings = {key: replay for key, replay in decodes.items() if isinstance(replay, Recording)}
+        if not recordings or reason_not_to_load("stream"):
+            return
+        self._decodes = QueuedDecodes(self._static, self._activations.logits_SV, recordings)
+        weakref.finalize(self, self._decodes.stream.close)  # before anything that its work reads is let go of
+        self.execution.stream = QUEUED
 
     def _capture_all(self, config: EngineConfig) -> None:
         """In inference mode, as the steps are run: compiled code tells its tensors from others."""
@@ -126,6 +148,7 @@ class GraphRunner(EagerRunner):
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
+        self._replays.clear()
         self._ends.clear()
         self.dispatcher = NO_GRAPHS
         del self._static, self._activations, self._capture
@@ -147,7 +170,7 @@ class GraphRunner(EagerRunner):
             else:
                 hidden_TE.copy_(states_TE)
 
-        replay = self._capture(run)
+        self._replays[key] = replay = self._capture(run)
 
         def replay_step(inputs: HostInputs, sampled_ids_S: Tensor | None) -> Tensor:
             static.fill_tokens(inputs, size)
@@ -209,6 +232,31 @@ class GraphRunner(EagerRunner):
         self._ends[self.dispatcher.sampling_size(num_sampling)]()
         return self._activations.logits_SV[:num_sampling]
 
+    @property
+    def cache(self) -> KVCache:
+        """As the steps that were launched leave it."""
+        self._drain()
+        return super().cache
+
+    def _drain(self) -> None:
+        """Until the stream is done: this thread works on the same memory."""
+        if self._decodes is not None:
+            self._decodes.stream.synchronize()
+
+    def _run(
+        self,
+        copies: Sequence[tuple[int, int]],
+        inputs: HostInputs | None,
+        key: GraphKey | None,
+        to_score: Sequence[Any],
+    ) -> Sampled | None:
+        if self._decodes is None or copies or inputs is None or key is None or not self._decodes.takes(inputs, key):
+            self._drain()
+            return super()._run(copies, inputs, key, to_score)
+        sampled = self._decodes.launch(inputs, key, self._sampled_ids_S)
+        self._sampled_ids_S = sampled.ids_S
+        return sampled
+
     def _dispatch(self, inputs: HostInputs) -> GraphKey | None:
         return self.dispatcher.dispatch(inputs.num_tokens, inputs.is_uniform_decode)
 
@@ -218,6 +266,10 @@ class GraphRunner(EagerRunner):
         return self._graphs[key](inputs, self._sampled_ids_S)
 
     def close(self) -> None:
+        if self._decodes is not None:
+            self._decodes.stream.close()
+        self._decodes = None
         super().close()
         self._graphs.clear()
+        self._replays.clear()
         self._ends.clear()

@@ -79,6 +79,10 @@ class Platform(Protocol):
         """CPU threads for the steps of a model of that size."""
         ...
 
+    def spares_a_core(self, num_threads: int) -> bool:
+        """Whether steps that take so many threads of the CPU leave the host one to go on with."""
+        ...
+
     def free_bytes(self) -> int:
         """Of the device's memory, now."""
         ...
@@ -120,6 +124,10 @@ class CpuPlatform:
             return torch.get_num_threads()
         return 1 if num_parameters < SMALL_MODEL else num_cpus()
 
+    def spares_a_core(self, num_threads: int) -> bool:
+        """One thread only: more would be a team for the host and another one for its stream, in each other's way."""
+        return num_threads == 1 < num_cpus()
+
     def free_bytes(self) -> int:
         return available_memory()
 
@@ -157,6 +165,9 @@ class CudaPlatform:
 
     def num_threads(self, num_parameters: int) -> int:
         return 1  # it only launches
+
+    def spares_a_core(self, num_threads: int) -> bool:
+        return False  # the device has streams of its own
 
     def free_bytes(self) -> int:
         import torch

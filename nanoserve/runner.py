@@ -264,7 +264,7 @@ class EagerRunner:
         key = self._dispatch(inputs) if inputs and not to_score else None
         host_s = time.perf_counter() - start_s
         sampled = self._run(plan.copies, inputs, key, to_score)
-        if self._platform.launches:
+        if self._platform.launches or (sampled is not None and sampled.is_on_its_way):
             host_s = time.perf_counter() - start_s
         ended = self._scores.take(inputs.sampling_ids) if inputs else {}
         num_padding = key.size - inputs.num_tokens if inputs and key else 0

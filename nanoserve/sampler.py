@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +34,12 @@ from nanoserve.sampling_inputs import (
 __all__ = ["Sampled", "SamplingInputs", "SamplingRow", "prompt_logprobs", "sample"]
 
 
+class Arrival(Protocol):
+    """When numbers will be on the host: an event of a device, or what stands for one."""
+
+    def synchronize(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sampled:
     """One token a row. `ids_S` stays on the device; the first look at `token_ids` or `logprobs` fetches both of
@@ -42,8 +49,15 @@ class Sampled:
     measured_LW: Tensor | None = None
     asked: LogprobRows | None = None
     _numbers: Tensor | None = field(default=None, init=False)
-    _arrival: torch.cuda.Event | None = field(default=None, init=False)
+    _arrival: Arrival | None = field(default=None, init=False)
     _fetched: tuple[list[int], dict[int, TokenLogprobs]] | None = field(default=None, init=False)
+
+    @classmethod
+    def on_its_way(cls, ids_S: Tensor, arrival: Arrival) -> Sampled:
+        """Ids that are written to the host's memory, and will be there after `arrival`."""
+        sampled = cls(ids_S)
+        sampled._numbers, sampled._arrival = ids_S, arrival
+        return sampled
 
     def start_fetch(self) -> None:
         """Begin the copy to the host, in front of whatever the device is given next."""
@@ -53,9 +67,15 @@ class Sampled:
         if numbers.is_cuda:
             on_device, numbers = numbers, torch.empty_like(numbers, device="cpu", pin_memory=True)
             numbers.copy_(on_device, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
+            event = torch.cuda.Event()
+            event.record()
+            self._arrival = event
         self._numbers = numbers
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Launched, and perhaps not there."""
+        return self._arrival is not None
 
     def _on_host(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         if self._fetched is None:

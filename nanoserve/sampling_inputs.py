@@ -102,6 +102,11 @@ class SamplingInputs:
     truncated: Draws | None = None
     logprobs: LogprobRows | None = None
 
+    @property
+    def takes_largest(self) -> bool:
+        """Nothing but the largest logit of each row."""
+        return not self.changes_logits and self.plain is self.truncated is self.logprobs is None
+
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> SamplingInputs:
         """The inputs of a batch; greedy rows without other features cost one look at their parameters.

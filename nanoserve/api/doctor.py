@@ -18,6 +18,7 @@ from nanoserve.api.leftovers import Leftovers, find_leftovers, remove_leftovers
 from nanoserve.compilation import CompileMode
 from nanoserve.compiler import BuildError
 from nanoserve.config import DEFAULT_MODEL, SEAMS, EngineConfig
+from nanoserve.execution import QUEUED
 
 if TYPE_CHECKING:
     from nanoserve.checkpoint import ModelConfig
@@ -194,6 +195,8 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
     ]
     is_compiled = platform.default_compile is not CompileMode.NONE
     ops, ops_why = resolve_ops(platform, config.ops, dtype, is_compiled=is_compiled)
+    num_threads = config.num_threads or platform.num_threads(model.num_parameters)
+    is_queued = config.async_scheduling and platform.spares_a_core(num_threads)
     device = Device(
         name=_device_name(platform),
         why=_device_why(config.device, platform),
@@ -201,7 +204,7 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
         attention=backend.__name__,
         attention_why=why + (f"; --attention offers {', '.join(others)} as well" if others else ", the only one here"),
         execution=f"ops {ops.__name__} ({ops_why}), compile {platform.default_compile}, "
-        f"graphs {platform.default_graph_mode} ({platform.graph_kind})",
+        f"graphs {platform.default_graph_mode} ({platform.graph_kind})" + (f", {QUEUED}" if is_queued else ""),
     )
     memory = Memory(
         model=config.model,
