@@ -2,8 +2,8 @@
 
 Owns the graphs and the memory they work on; graphs.py decides which one a step gets. v0 captured decodes; v1 captures
 by default, decodes whole and any other batch in pieces. What a graph is differs by platform (CUDA's, or the recorded
-calls of cpu_graphs.py); dispatch, padding and resets are the same code. Mirrors `vllm/v1/worker/gpu_model_runner.py`.
-Laws: tests/test_graph_runner.py.
+calls of cpu_graphs.py, in part queued: queued_decodes.py); dispatch, padding and resets are the same code. Mirrors
+`vllm/v1/worker/gpu_model_runner.py`. Laws: tests/test_graph_runner.py.
 """
 
 from __future__ import annotations

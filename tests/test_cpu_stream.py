@@ -23,6 +23,7 @@ from test_runner import model_dir  # noqa: F401  (a fixture)
 from torch import Tensor
 
 from nanoserve import platforms
+from nanoserve.api.doctor import examine
 from nanoserve.blocks import PrivateBlocks
 from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES
@@ -370,12 +371,18 @@ def test_no_decode_is_queued_that_wants_more_than_the_largest_logit(model_dir, p
 def test_an_engine_queues_where_a_core_is_to_spare_and_says_so(model_dir, monkeypatch):  # noqa: F811
     runner = queueing(model_dir)
     assert str(runner.execution).endswith(QUEUED)
+    told = examine(device="cpu").device
+    assert told is not None
+    assert told.execution.endswith(QUEUED)
     refused = [{"async_scheduling": False}, {"num_threads": 2}, {"graph_mode": "piecewise"}, {"ops": TorchOps}]
     for fields in refused:
         runner = build_graphs(model_dir, **{"async_scheduling": True, "num_threads": 1, **fields})
         assert runner._decodes is None, f"with {fields}"
         assert QUEUED not in str(runner.execution)
     monkeypatch.setattr(platforms, "num_cpus", lambda: 1)
+    told = examine(device="cpu").device
+    assert told is not None
+    assert QUEUED not in told.execution
     assert not CpuPlatform().spares_a_core(1)
     assert not CudaPlatform().spares_a_core(1)
 

@@ -195,8 +195,7 @@ def _plan(config: EngineConfig, platform: Platform, model: ModelConfig) -> tuple
     ]
     is_compiled = platform.default_compile is not CompileMode.NONE
     ops, ops_why = resolve_ops(platform, config.ops, dtype, is_compiled=is_compiled)
-    num_threads = config.num_threads or platform.num_threads(model.num_parameters)
-    is_queued = config.async_scheduling and platform.spares_a_core(num_threads)
+    is_queued = platform.spares_a_core(platform.num_threads(model.num_parameters))
     device = Device(
         name=_device_name(platform),
         why=_device_why(config.device, platform),
