@@ -48,7 +48,7 @@ from nanoserve.weights import load_model
 # %% slide
 # NBVAL_CHECK_OUTPUT
 small = {"client": InProcessClient, "dtype": "float32", "compile": "none", "max_model_len": 256, "num_blocks": 320}
-eager = replace(STAGES["shared"], ops=TorchOps, **small)
+eager = replace(STAGES["shared"], ops=TorchOps, max_num_batched_tokens=2048, **small)
 params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 counts = {}
 with InProcessClient(eager) as client:
@@ -114,7 +114,7 @@ print({n: str(dispatcher.dispatch(n, is_uniform=False) or "no graph") for n in (
 assert len(sizes) == 51 and dispatcher.dispatch(513, is_uniform=False) is None
 
 # %%
-show_source(Dispatcher, "dispatch")
+show_source(Dispatcher, "_find")
 
 # %% slide
 padded = [dispatcher.dispatch(n, is_uniform=False).size for n in range(1, 513)]
@@ -177,6 +177,7 @@ show_source(StaticInputs, "fill_tokens")
 from nanoserve.lab.planted import StoresPadding
 
 v1 = replace(STAGES["v1"], **small | {"num_blocks": 64}, graph_sizes=(8, 32), max_num_seqs=4, max_num_batched_tokens=64)
+v1 = replace(v1, async_scheduling=False)  # one set of inputs for all steps
 beginnings = ["Once upon a time, there was a little dog", "One day, Tom", "The cat sat on the"]
 
 
@@ -210,7 +211,7 @@ assert min(quickest[GraphRunner]) < min(quickest[EagerRunner])
 # %% [markdown] slide
 # ## When to capture, and who pays
 #
-# At the start: the largest first, since smaller ones then fit in its memory. And *before the KV pool is sized*, for the pool takes all that is left. The runner captures once with hardly any cache, measures, and drops all:
+# At the start: the largest first, since smaller ones then fit in its memory. And *before the KV pool is sized*, for the pool takes all that is left. The runner captures once with hardly any cache, counts what the graphs hold, and drops all:
 
 # %%
 show_source(GraphRunner, "_reserved_bytes")
@@ -320,7 +321,7 @@ show_source(EngineCore, "_step", "_step_ahead")
 #
 # - **Start-up**: up to 86 graphs are captured, each after a run to warm up; compiling takes many seconds for the smallest of models.
 # - **Memory** that the KV pool does not get, and up to 15 tokens of padding in a step.
-# - **A token for each stop**, one step ahead. On a CPU host and device are the same cores, and nothing is hidden.
+# - **A token for each stop**, one step ahead. On a CPU the host is hidden behind greedy decodes alone, and if a core is to spare: a thread of C++ makes their recorded calls meanwhile (`cpu_stream.py`).
 # - **Debugging**: a print inside a graph prints once, when it is captured. `--enforce-eager` is the first thing to try.
 #
 # ## Honest history

@@ -229,7 +229,7 @@ for s in stage_stories(built, list(reports.values()), front_end, costs, producti
         print(f"  {sign:<6}{values[0]:>10} -> {values[1]:>9}  {told}")
 
 # %% [markdown]
-# v1's host time can rise here: for a handful of requests a persistent batch pays its fixed price and wins nothing (lesson 08). On a CPU a graph spares Python and torch around each call, and one step ahead hides nothing.
+# v1's host time can rise here: for a handful of requests a persistent batch pays its fixed price and wins nothing (lesson 08). On a CPU a graph spares Python and torch around each call, and one step ahead hides the host only behind greedy decodes, where a core is to spare.
 #
 # ## What it costs: for whom it was not worth it
 #

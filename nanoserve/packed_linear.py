@@ -91,6 +91,7 @@ class PackedLinear(Linear):
         return y_TO
 
     def look_up(self, ids_T: Tensor) -> Tensor:
+        """Of ids that are in the vocabulary: nobody looks here. A front end refuses a prompt with any other."""
         out_TE = self.weight.new_empty((len(ids_T), self._num_in))
         look_up(self.weight, ids_T, out_TE, self._width)
         return out_TE

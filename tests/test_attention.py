@@ -112,6 +112,18 @@ class Case:
             out.append(torch.einsum("hl,lhd->hd", weights, v[:seen]))
         return torch.stack(out)
 
+    def rounding(self, row: int) -> Tensor:
+        """What float32 may be off by, to first order: a score by the sum of its products' sizes, then the weights, then
+        their sum. Of each number of `expected`."""
+        q, k, v = (x[row].double() for x in (self.q, self.k, self.v))
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        hidden, scale = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1), q.shape[-1] ** -0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        size = torch.einsum("qhd,khd->hqk", q.abs(), k.abs()) * scale
+        spread = 1 + size + (weights * size).sum(dim=-1, keepdim=True)
+        return 2**-23 * torch.einsum("hqk,khd->qhd", weights * spread, v.abs())
+
 
 def check_definition(backend: AttentionBackend, case: Case, tolerance: float = 2e-6) -> None:
     for row, out in enumerate(case.run(backend)):

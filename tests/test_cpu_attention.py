@@ -40,7 +40,9 @@ def test_every_shape_equals_the_definition(rows, heads, head_dim, block_size):
     num_kv_heads, group = heads
     rows = [(n, past + n) for n, past in rows]
     case = Case(rows, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size)
-    check_definition(CpuAttention(), case, tolerance=5e-6)  # scores of one dimension reach 20, rounded to 1e-6
+    for row, out in enumerate(case.run(CpuAttention())):
+        error = (out.double() - case.expected(row)).abs() / case.rounding(row)
+        assert error.max() < 3, f"row {case.rows[row]} (queries, keys) is off by {error.max()} roundings"
 
 
 @pytest.mark.parametrize("keys", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5])
