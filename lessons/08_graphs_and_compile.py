@@ -28,7 +28,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES
 from nanoserve.core import EngineCore
-from nanoserve.cpu_graphs import Recording
+from nanoserve.cpu_graphs import Recording, Replay
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import Dispatcher, GraphMode, default_sizes
 from nanoserve.lab.charts import Setting
@@ -99,6 +99,7 @@ for step in ([1, 2, 3, 4], [5, 6, 7, 8]):
     tokens.copy_(torch.tensor(step))
     assert [call() for call in graph][-1].tolist() == [2 * n + 1 for n in step]
 show_source(Recording, "__init__")
+show_source(Replay)
 
 # %% [markdown] slide
 # ## Fixed shapes
@@ -114,7 +115,7 @@ print({n: str(dispatcher.dispatch(n, is_uniform=False) or "no graph") for n in (
 assert len(sizes) == 51 and dispatcher.dispatch(513, is_uniform=False) is None
 
 # %%
-show_source(Dispatcher, "_find")
+show_source(Dispatcher, "dispatch")
 
 # %% slide
 padded = [dispatcher.dispatch(n, is_uniform=False).size for n in range(1, 513)]

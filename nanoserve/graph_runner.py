@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoserve.compilation import CompileMode
@@ -99,6 +99,7 @@ class GraphRunner(EagerRunner):
         if config.graph_sizes is not None:
             sizes = given_sizes(config.graph_sizes, config.budget)
         self.dispatcher = dispatcher = Dispatcher(self._mode, sizes, config.max_num_seqs)
+        self._graph_of = cache(dispatcher.dispatch)  # most steps ask what the one before asked
         self._capture = self._platform.graph_pool(is_compiled=self._compile_mode is not CompileMode.NONE)
         with torch.inference_mode():
             self._make_static(config)
@@ -258,7 +259,7 @@ class GraphRunner(EagerRunner):
         return sampled
 
     def _dispatch(self, inputs: HostInputs) -> GraphKey | None:
-        return self.dispatcher.dispatch(inputs.num_tokens, inputs.is_uniform_decode)
+        return self._graph_of(inputs.num_tokens, inputs.is_uniform_decode)
 
     def _forward(self, inputs: HostInputs, key: GraphKey | None, to_score: Sequence[Any] = ()) -> Tensor:
         if key is None:

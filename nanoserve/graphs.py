@@ -89,7 +89,6 @@ class Dispatcher:
         if mode in (GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE):
             keys |= {GraphKey(GraphMode.FULL, size, is_uniform=True) for size in rows}
         self._keys = frozenset(keys)
-        self._found: dict[tuple[int, bool], GraphKey | None] = {}  # for batches that came before
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -102,12 +101,6 @@ class Dispatcher:
 
     def dispatch(self, num_tokens: int, is_uniform: bool) -> GraphKey | None:
         """The graph of a step with that many tokens; `is_uniform`: one in each row. None: run it as it is."""
-        batch = num_tokens, is_uniform
-        if batch not in self._found:
-            self._found[batch] = self._find(num_tokens, is_uniform)
-        return self._found[batch]
-
-    def _find(self, num_tokens: int, is_uniform: bool) -> GraphKey | None:
         place = bisect_left(self.sizes, num_tokens)
         if place == len(self.sizes):
             return None
