@@ -86,7 +86,10 @@ class GraphRunner(EagerRunner):
         recordings = {key: replay for key, replay in decodes.items() if isinstance(replay, Recording)}
         if not recordings or reason_not_to_load("stream"):
             return
-        self._decodes = QueuedDecodes(self._static, self._activations.logits_SV, recordings)
+        try:
+            self._decodes = QueuedDecodes(self._static, self._activations.logits_SV, recordings)
+        except OSError:  # no thread to be had
+            return
         weakref.finalize(self, self._decodes.stream.close)  # before anything that its work reads is let go of
         self.execution.stream = QUEUED
 

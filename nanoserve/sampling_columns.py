@@ -67,6 +67,11 @@ class SamplingColumns:
     def reads_output(self) -> bool:
         return bool(self._reading)
 
+    @property
+    def num_prompt_C(self) -> np.ndarray:
+        """How many tokens of a row are its prompt."""
+        return self._columns_C["num_prompt"]
+
     def put(self, row: int, new: NewRequest, output_L: np.ndarray) -> None:
         """`output_L`: where the row's output will stand, its beginning as in `new`. It is only read."""
         params, vocab_size = new.params, self._vocab_size

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from nanoserve.execution import QUEUED
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import GraphMode
 from nanoserve.input_batch import RebuiltBatch
+from nanoserve.native import load
 from nanoserve.native_calls import POINTER
 from nanoserve.ops import TorchOps
 from nanoserve.persistent_batch import PersistentBatch
@@ -136,14 +138,56 @@ def test_every_close_waits_for_what_was_submitted_and_can_be_repeated():
         stream.submit(gate)
 
 
-def test_every_thread_starts_with_the_first_work_takes_no_signals_and_ends_with_its_stream():
+def test_every_thread_takes_no_signals_and_ends_with_its_stream():
     before = stream_threads()
     stream = CpuStream()
-    assert stream_threads() == before, "a stream without work has a thread"
     stream.submit(Work(int)).synchronize()
     assert len(stream_threads() - before) == 1
     stream.close()
     assert stream_threads() == before
+
+
+def test_every_work_is_waited_for_whose_ticket_an_interrupt_has_lost():
+    stream = CpuStream()
+    library, submit = stream._library, stream._library.submit
+
+    def interrupted(*args: Any) -> int:
+        submit(*args)
+        raise KeyboardInterrupt
+
+    stream._library = SimpleNamespace(submit=interrupted, wait_for_all=library.wait_for_all)
+    gate = Gate.__new__(Gate)
+    with pytest.raises(KeyboardInterrupt):
+        gate.__init__(stream, slow_s=0.05)
+    stream._library = library
+    stream.synchronize()
+    assert gate.is_over
+    stream.close()
+
+
+@pytest.mark.parametrize("end", ["close", "synchronize"])
+def test_every_forked_process_ends_without_the_thread_that_it_has_not_got(end):
+    stream = CpuStream()
+    gate = Gate(stream)
+    child = get_context("fork").Process(target=getattr(stream, end))
+    child.start()
+    child.join(LIMIT_S)
+    assert child.exitcode == 0
+    gate.opened.set()
+    stream.close()
+
+
+def test_an_engine_without_a_thread_to_be_had_has_no_queue(model_dir, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("nanoserve.cpu_stream.load", without_threads(load("stream")))
+    runner = queueing(model_dir)
+    assert runner._decodes is None
+    assert QUEUED not in str(runner.execution)
+    runner.close()
+
+
+def without_threads(library: ctypes.CDLL) -> Callable[[str], Any]:
+    functions = {name: getattr(library, name) for name in ("submit", "wait_for", "wait_for_all", "end_stream")}
+    return lambda name: SimpleNamespace(make_stream=lambda: None, **functions)
 
 
 # Decodes that are queued
@@ -337,10 +381,17 @@ OTHERS = {
 def num_queued(runner: GraphRunner, plans: Sequence[StepPlan]) -> list[int]:
     """By each step, with nothing in flight."""
     stream, counts = stream_of(runner), []
+
+    def number_of_the_next() -> int:
+        work = Work(int)
+        ticket = stream.submit(work)
+        ticket.synchronize()
+        return ticket.number
+
     for plan in plans:
-        before = stream._newest
+        before = number_of_the_next()
         runner.launch(plan).wait()
-        counts.append(stream._newest - before)
+        counts.append(number_of_the_next() - before - 1)
     runner.close()
     return counts
 

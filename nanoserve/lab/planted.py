@@ -130,7 +130,7 @@ class KeysOfThePromptOnly(PersistentBatch):
         inputs = super().build(plan)
         if inputs is None:
             return None
-        num_prompt_R = self._num_prompt_C[self._rows_of(plan, inputs.request_ids)]
+        num_prompt_R = self._sampling.num_prompt_C[self._rows_of(plan, inputs.request_ids)]
         return dataclasses.replace(inputs, seq_lens_R=inputs.seq_lens_R.clip(max=num_prompt_R))
 
 

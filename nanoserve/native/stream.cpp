@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -31,7 +32,6 @@ class Stream {
         calls[number % CAPACITY] = call;
         submitted = number;
         wake();
-        if (!thread.joinable()) start();
         return number;
     }
 
@@ -39,21 +39,27 @@ class Stream {
         wait_until([&] { return done >= number; });
     }
 
-    ~Stream() {  // what was submitted is done first
-        stops = true;
-        wake();
-        if (thread.joinable()) thread.join();
-    }
+    void wait_for_all() { wait(submitted); }
 
-  private:
-    void start() {  // signals are for the threads of the interpreter
+    bool start() {  // signals are for the threads of the interpreter
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        thread = std::thread(&Stream::work, this);
+        try {
+            thread = std::thread(&Stream::work, this);
+        } catch (const std::system_error &) {
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        return thread.joinable();
     }
 
+    void end() {  // what was submitted is done first
+        stops = true;
+        wake();
+        thread.join();
+    }
+
+  private:
     void work() {
         for (;;) {
             wait_until([&] { return done < submitted || stops; });
@@ -95,7 +101,12 @@ class Stream {
     std::thread thread;
 };
 
-extern "C" Stream *make_stream() { return new Stream; }
+extern "C" Stream *make_stream() {  // null: the system has no thread for it
+    Stream *stream = new Stream;
+    if (stream->start()) return stream;
+    delete stream;
+    return nullptr;
+}
 
 extern "C" int64_t submit(Stream *stream, void (*function)(const void *), const void *arguments) {
     return stream->submit({function, arguments});
@@ -103,4 +114,7 @@ extern "C" int64_t submit(Stream *stream, void (*function)(const void *), const 
 
 extern "C" void wait_for(Stream *stream, int64_t number) { stream->wait(number); }
 
-extern "C" void end_stream(Stream *stream) { delete stream; }
+extern "C" void wait_for_all(Stream *stream) { stream->wait_for_all(); }
+
+// Once. Its memory stays: at the interpreter's end another thread may still be waiting there.
+extern "C" void end_stream(Stream *stream) { stream->end(); }
