@@ -138,8 +138,9 @@ def main() -> None:
             keep_lines(f"{part} {shape}", lambda part=part, shape=shape: measure(part, shape, args))
     if "start" in args.only:
         keep_lines("start", lambda: line_nanostory.measure_start(args.rounds))
-    for threads in (1, 2) if "generate" in args.only else ():
-        keep_lines(f"generate {threads}", lambda n=threads: line_nanostory.measure_generate(args.rounds, args.venvs, n))
+    for threads in (1, None) if "generate" in args.only else ():
+        name = f"generate {threads or 'by itself'}"
+        keep_lines(name, lambda n=threads: line_nanostory.measure_generate(args.rounds, args.venvs, n))
     if "errors" in args.only:
         keep("errors", **measure_errors(args))
     lines = [Line(**line) for name in sorted(kept) for line in kept[name].get("lines", ())]

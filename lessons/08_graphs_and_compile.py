@@ -28,7 +28,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES
 from nanoserve.core import EngineCore
-from nanoserve.cpu_graphs import Recording, Replay
+from nanoserve.cpu_graphs import Recording
 from nanoserve.graph_runner import GraphRunner
 from nanoserve.graphs import Dispatcher, GraphMode, default_sizes
 from nanoserve.lab.charts import Setting
@@ -99,7 +99,6 @@ for step in ([1, 2, 3, 4], [5, 6, 7, 8]):
     tokens.copy_(torch.tensor(step))
     assert [call() for call in graph][-1].tolist() == [2 * n + 1 for n in step]
 show_source(Recording, "__init__")
-show_source(Replay)
 
 # %% [markdown] slide
 # ## Fixed shapes
