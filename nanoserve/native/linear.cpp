@@ -4,7 +4,8 @@
 // A tile of up to ROWS rows keeps its sums in registers, and each number of W that it reads serves all of its rows.
 // Many rows go in blocks of BLOCK tiles, which a core's own cache holds, and their inputs in pieces of DEPTH, so that a
 // panel's piece, widened if int8, stays near for all the tiles. Memory brings the next piece meanwhile: each tile asks
-// for its share of it, so that no tile waits for all of it; what a tile reads itself is asked for AHEAD bytes early.
+// for its share of it, so that no tile waits for all of it; one alone, which waits for memory most, asks for what it
+// reads itself as well, AHEAD bytes early. Threads share the panels out as they get on: cores are not equally free.
 // Each sum adds up those of its pieces, which is several times as exact as one long sum, in one order whatever the
 // tile: a row's result is the same in any company.
 #include <algorithm>
@@ -60,17 +61,19 @@ static Floats load(const int8_t *w) {
 template <int COUNT, typename Weight>
 static void tile(const Piece &p, const float *x, float *y) {
     const Weight *w = (const Weight *)p.weight;
-    const char *const next = p.next;
+    const char *next = p.next;
+    const bool alone = p.share == WIDTH * sizeof(Weight);
     const int64_t share = p.share, x_row = p.x_row, y_row = p.y_row, depth = p.depth;
     Floats sums[COUNT][VECTORS];
     UNROLLED for (int r = 0; r < COUNT; r++) UNROLLED for (int v = 0; v < VECTORS; v++) {
         sums[r][v] = Floats{};
         __builtin_prefetch(y + r * y_row + v * LANES, 1);
     }
-    for (int64_t k = 0; k < depth; k++, w += WIDTH) {
-        for (size_t line = 0; line < WIDTH * sizeof(Weight); line += LINE)
-            __builtin_prefetch((const char *)w + AHEAD + line);
-        __builtin_prefetch(next + k * share, 0, 2);  // not into the first cache, which the piece fills
+    for (int64_t k = 0; k < depth; k++, w += WIDTH, next += share) {
+        __builtin_prefetch(next, 0, 2);  // not into the first cache, which the piece fills
+        if (alone)
+            for (size_t line = 0; line < WIDTH * sizeof(Weight); line += LINE)
+                __builtin_prefetch((const char *)w + AHEAD + line);
         Floats ws[VECTORS];
         UNROLLED for (int v = 0; v < VECTORS; v++) ws[v] = load(w + v * LANES);
         UNROLLED for (int r = 0; r < COUNT; r++) UNROLLED for (int v = 0; v < VECTORS; v++)
@@ -128,7 +131,7 @@ template <typename Weight>
 static void multiply_all(const Product &p) {
     const int64_t panels = (p.out + WIDTH - 1) / WIDTH, count = (p.rows + ROWS - 1) / ROWS;
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(p.threads) if (p.rows * p.in * p.out > SMALL_WORK)
+#pragma omp parallel for collapse(2) schedule(guided) num_threads(p.threads) if (p.rows * p.in * p.out > SMALL_WORK)
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t panel = 0; panel < panels; panel++)
             multiply_block<Weight>(p, count * b / blocks, count * (b + 1) / blocks, count, panel);
