@@ -38,7 +38,7 @@ class New(ctypes.Structure):
         *members(POINTER, "k v keys values slots"),
         *(
             (name, INTEGER)
-            for name in ("tokens", "heads", "dim", "block_size", "k_token", "k_head", "v_token", "v_head")
+            for name in ("tokens", "heads", "dim", "block_size", "k_token", "k_head", "v_token", "v_head", "threads")
         ),
     )
 
@@ -65,7 +65,8 @@ class CpuAttention:
         _, num_heads, head_dim = k_TKD.shape
         pointers = k_TKD.data_ptr(), v_TKD.data_ptr(), keys, values, slots_T.data_ptr()
         strides = *k_TKD.stride()[:2], *v_TKD.stride()[:2]
-        self._store(New(*pointers, len(slots_T), num_heads, head_dim, kv_cache.block_size, *strides))
+        sizes = len(slots_T), num_heads, head_dim, kv_cache.block_size
+        self._store(New(*pointers, *sizes, *strides, self._num_threads()))
 
     def attend(self, q_THD: Tensor, kv_cache: KVCache, layer: int, batch: AttentionBatch) -> Tensor:
         out_THD = q_THD.new_zeros(q_THD.shape)

@@ -54,7 +54,7 @@ class Gated(ctypes.Structure):
 
 
 class LookUp(ctypes.Structure):
-    _fields_ = (*members(POINTER, "table ids out"), *members(INTEGER, "tokens size width"))
+    _fields_ = (*members(POINTER, "table ids out"), *members(INTEGER, "tokens size width threads"))
 
 
 class ArgMax(ctypes.Structure):
@@ -133,9 +133,12 @@ class CpuOps:
 
 def look_up(table: Tensor, ids_T: Tensor, out_TE: Tensor, width: int = 1) -> None:
     """Rows of a float32 table, by ids that are in range; of a table in panels [P, E, width] as packed_linear.py has."""
+    import torch
+
     _check(table)
     ids_T = ids_T.contiguous()
-    _look_up()(LookUp(table.data_ptr(), ids_T.data_ptr(), out_TE.data_ptr(), *out_TE.shape, width))
+    pointers = table.data_ptr(), ids_T.data_ptr(), out_TE.data_ptr()
+    _look_up()(LookUp(*pointers, *out_TE.shape, width, torch.get_num_threads()))
 
 
 def argmax(x_SV: Tensor, out_S: Tensor) -> None:

@@ -19,6 +19,7 @@ constexpr int LANES = 8, MOST_VECTORS = 2;
 #endif
 constexpr int TILE = MOST_VECTORS * LANES, FEW = 4, CHUNK = 64, STEP = 4;
 constexpr float HIDDEN = -1e30f, LOG2E = 1.44269504f, SMALL_WORK = 1 << 17;
+constexpr int64_t SMALL_STORE = 1 << 14;  // numbers
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -74,9 +75,9 @@ static inline Floats sum_each(Floats *x) {  // lane l: the sum of x[l]
     return x[0];
 }
 
-// Memory is asked for what will be read soon.
+// Memory is asked for what will be read soon; not into the first cache, which what is read now fills.
 static inline void ask(const float *x, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(x + d);
+    for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(x + d, 0, 2);
 }
 
 // Many pairs, one in each lane. Dot products and totals have PARTS parts: one, or, for pairs that go on as few, LANES,
@@ -306,11 +307,12 @@ struct New {  // keys and values of a step's tokens; slot -1: not stored
     const float *k, *v;
     float *keys, *values;
     const int64_t *slots;
-    int64_t tokens, heads, dim, block_size, k_token, k_head, v_token, v_head;
+    int64_t tokens, heads, dim, block_size, k_token, k_head, v_token, v_head, threads;
 };
 
 extern "C" void store(const New *tokens) {
     const New &n = *tokens;
+#pragma omp parallel for schedule(static) num_threads(n.threads) if (n.tokens * n.heads * n.dim > SMALL_STORE)
     for (int64_t t = 0; t < n.tokens; t++)
         for (int64_t h = 0; h < n.heads && n.slots[t] >= 0; h++) {
             const int64_t block = n.slots[t] / n.block_size, place = n.slots[t] % n.block_size;

@@ -143,11 +143,12 @@ struct LookUp {  // rows of a table; of one that lies in panels, as in linear.cp
     const float *table;
     const int64_t *ids;
     float *out;
-    int64_t tokens, size, width;
+    int64_t tokens, size, width, threads;
 };
 
 extern "C" void look_up(const LookUp *look_up) {
     const LookUp &l = *look_up;
+#pragma omp parallel for schedule(static) num_threads(l.threads) if (l.tokens * l.size > SMALL_WORK)
     for (int64_t t = 0; t < l.tokens; t++) {
         const float *from = l.table + l.ids[t] / l.width * l.width * l.size + l.ids[t] % l.width;
         for (int64_t i = 0; i < l.size; i++) l.out[t * l.size + i] = from[i * l.width];
