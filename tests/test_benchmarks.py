@@ -87,8 +87,9 @@ def test_every_step_reads_the_keys_that_its_rows_have_by_then(a_floor):
     assert a_floor.of_steps(steps) == pytest.approx(expected)
 
 
-def found(load: str, **seconds: list[float]) -> dict:
+def found(load: str, budget: int = 512, **seconds: list[float]) -> dict:
     return {
+        "budgets": {load: budget},
         "peers": {name: {"name": name, "version": "1"} for name in seconds},
         "requests_alike": {load: {"reference": "x", "requests": 2, **dict.fromkeys(seconds, 2)}},
         "rounds": {load: {name: [{"seconds": s} for s in all_s] for name, all_s in seconds.items()}},
@@ -104,7 +105,11 @@ def test_every_run_joins_or_takes_the_place_of_the_rounds_of_its_own_load_and_pe
     assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
     compare.merge(kept, found("w1", ours=[5.0]), more=False)
     assert kept["medians"]["w1"] == {"ours": {"seconds": 5.0}, "theirs": {"seconds": 4.0}}
-    assert "| w1 | ours 1 | 1 |" in compare.table(kept)
+    assert "| w1 | 512 | ours 1 | 1 |" in compare.table(kept)
+    compare.merge(kept, found("w1", 4096, ours=[6.0]), more=True)  # rounds of another budget are no neighbours
+    assert kept["medians"]["w1"] == {"ours": {"seconds": 6.0}}
+    assert "| w1 | 4096 | ours 1 | 1 |" in compare.table(kept)
+    assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
 
 
 def test_a_planted_ratio_of_medians_is_seen():

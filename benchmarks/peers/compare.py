@@ -2,11 +2,12 @@
 
     python benchmarks/peers/compare.py --cache FOLDER --venvs FOLDER [--models 30m 150m] [--loads w1 w2 w3]
         [--peers nanoserve transformers transformers_cb vllm llama] [--rounds 5] [--more] [--threads 2]
-        [--out benchmarks/results/peers.json]
+        [--budget 512] [--out benchmarks/results/peers.json]
 
 Peers live in virtual environments of their own, VENVS/transformers, VENVS/vllm and VENVS/llama; README.md beside this
 file tells how they are made. Each runs in a process that loads the model once and then waits for its turn; figures are
-medians over the rounds. Tokens are compared with those of transformers' `generate` in float32, which are kept in CACHE
+medians over the rounds. A step has up to `budget` tokens, except with transformers' `generate`, which has no such
+limit. Tokens are compared with those of transformers' `generate` in float32, which are kept in CACHE
 for runs without it. Whatever speculates or samples is off everywhere.
 """
 
@@ -61,7 +62,7 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     tokens: dict[str, dict[str, Tokens]] = {}
     try:
         for name in args.peers:
-            peers[name] = Peer(name, args.venvs, model, VOCAB_SIZE, args.threads)
+            peers[name] = Peer(name, args.venvs, model, VOCAB_SIZE, args.threads, args.budget)
         for _ in range(args.rounds):
             for load in args.loads:
                 for name, peer in peers.items():
@@ -74,6 +75,7 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
         for peer in peers.values():
             peer.close()
     return {
+        "budgets": dict.fromkeys(tokens, args.budget),
         "peers": {name: peer.about for name, peer in peers.items()},
         "requests_alike": {load: agreement(shape, load, by, args) for load, by in tokens.items()},
         "rounds": runs,
@@ -82,9 +84,14 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def merge(kept: dict[str, Any], found: dict[str, Any], *, more: bool) -> None:
     """Into what is kept of a model: a load's rounds take the place of the same peers' earlier ones, or (`more`) join
-    them. Ratios are only as good as the rounds are neighbours."""
+    them; those of another budget go. Ratios are only as good as the rounds are neighbours."""
     kept.setdefault("peers", {}).update(found["peers"])
     for load, by in found["rounds"].items():
+        budgets, budget = kept.setdefault("budgets", {}), found["budgets"][load]
+        if budgets.setdefault(load, budget) != budget:
+            budgets[load] = budget
+            for key in ("rounds", "requests_alike"):
+                kept[key].pop(load)
         rounds = kept.setdefault("rounds", {}).setdefault(load, {})
         for name, new in by.items():
             rounds[name] = rounds.get(name, []) + new if more else new
@@ -95,14 +102,15 @@ def merge(kept: dict[str, Any], found: dict[str, Any], *, more: bool) -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = ["| load | engine | rounds | output tok/s | decode ms | max gap ms | late TTFT ms | requests alike |"]
-    lines.append("|---" * 8 + "|")
+    heads = "load", "tokens a step", "engine", "rounds", "output tok/s", "decode ms", "max gap ms", "late TTFT ms"
+    lines = ["| " + " | ".join([*heads, "requests alike"]) + " |", "|---" * (len(heads) + 1) + "|"]
     for load, by in found["medians"].items():
         alike = found["requests_alike"][load]
         for name, figures in by.items():
             about = found["peers"][name]
             keys = ("output_tok_per_s", "decode_ms", "max_gap_ms", "late_ttft_ms")
-            cells = [load, f"{about['name']} {about['version']}", str(len(found["rounds"][load][name]))]
+            cells = [load, str(found["budgets"][load]), f"{about['name']} {about['version']}"]
+            cells.append(str(len(found["rounds"][load][name])))
             cells += [f"{figures[key]:.1f}" if key in figures else "" for key in keys]
             lines.append("| " + " | ".join([*cells, f"{alike[name]} of {alike['requests']}"]) + " |")
     return "\n".join(lines)
@@ -118,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--more", action="store_true", help="rounds that join those in --out")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=512, help="tokens a step")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "peers.json")
     args = parser.parse_args()
     result: dict[str, Any] = {

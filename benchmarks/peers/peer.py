@@ -20,11 +20,11 @@ PEERS = ("nanoserve", "transformers", "transformers_cb", "vllm", "llama")
 class Peer:
     """`about`: its name and versions, and whether it `streams`. Raises SystemExit once its process is gone."""
 
-    def __init__(self, name: str, venvs: Path, model: Path, vocab_size: int, threads: int) -> None:
+    def __init__(self, name: str, venvs: Path, model: Path, vocab_size: int, threads: int, budget: int = 512) -> None:
         venv = venvs.absolute() / VENV_OF.get(name, name)  # as it is called: links in it lead out of it
         python = Path(sys.executable) if name == "nanoserve" else venv / "bin" / "python"
         command = [str(python), str(HERE / f"run_{name}.py"), "--model", str(model.absolute())]
-        command += ["--vocab-size", str(vocab_size), "--threads", str(threads)]
+        command += ["--vocab-size", str(vocab_size), "--threads", str(threads), "--budget", str(budget)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("VLLM_CACHE_ROOT", str(venvs.absolute() / "vllm-cache"))  # what it has compiled

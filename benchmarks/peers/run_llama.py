@@ -1,7 +1,7 @@
-"""llama.cpp in one process through llama-cpp-python's low-level calls, float32 weights and cache, 512 tokens a step.
+"""llama.cpp in one process through llama-cpp-python's low-level calls, float32 weights and cache.
 
 llama.cpp decodes batches that it is given; what goes into them is decided here, as its own server does: a token of
-everyone who decodes, then prompts in order as far as 512 tokens go. Where all prompts begin with the same tokens, the
+everyone who decodes, then prompts in order as far as the budget goes. Where all prompts begin with the same tokens, the
 first prompt is computed alone and the others begin with a copy of its cache, as the prefix cache of an engine would.
 """
 
@@ -18,7 +18,6 @@ from loads import Ids, Load, Stamps, run_steps
 from make_gguf import make_gguf
 from serve import own_stdout, parser, serve
 
-TOKENS_PER_STEP = 512
 FLOAT32 = 0  # of a cache's type
 NO_FLASH = 0  # its flash attention rounds to float16 on a CPU, and is not faster on a float32 cache
 
@@ -38,7 +37,7 @@ class Request:
 class Engine:
     """For one load: room for all of its requests at once, each in its own part of the cache unless they share."""
 
-    def __init__(self, model: object, load: Load, num_threads: int) -> None:
+    def __init__(self, model: object, load: Load, num_threads: int, budget: int) -> None:
         late = [load.late] if load.late else []
         requests = [*zip(load.prompts, load.num_tokens, strict=True), *late]
         longest = max(len(prompt) + count for prompt, count in requests)
@@ -46,7 +45,7 @@ class Engine:
         params = llama.llama_context_default_params()
         params.n_seq_max = len(requests)
         params.n_ctx = -(-longest // 256) * 256 * len(requests)
-        params.n_batch = params.n_ubatch = TOKENS_PER_STEP
+        self._budget = params.n_batch = params.n_ubatch = budget
         params.n_threads = params.n_threads_batch = num_threads
         params.type_k = params.type_v = FLOAT32
         params.flash_attn_type = NO_FLASH
@@ -56,7 +55,7 @@ class Engine:
         self._context = llama.llama_init_from_model(model, params)
         assert self._context, "no context: is there memory for the cache?"
         self._vocab_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-        self._batch = llama.llama_batch_init(TOKENS_PER_STEP, 0, 1)
+        self._batch = llama.llama_batch_init(budget, 0, 1)
         self._places = list(range(len(requests)))
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -75,7 +74,7 @@ class Engine:
             size = self._put(size, request, request.out[-1:], ends)
         for request in list(self._waiting):
             self._copy_prefix(request)
-            chunk = request.to_compute[: TOKENS_PER_STEP - size]
+            chunk = request.to_compute[: self._budget - size]
             del request.to_compute[: len(chunk)]
             size = self._put(size, request, chunk, ends)
             if request.to_compute:
@@ -144,7 +143,7 @@ def main() -> None:
     assert model, f"{path} was not loaded"
 
     def stream(load: Load) -> tuple[Stamps, list[Ids]]:
-        engine = Engine(model, load, args.threads)
+        engine = Engine(model, load, args.threads, args.budget)
         stamps = run_steps(load, engine.add, engine.step)
         engine.close()
         return stamps, [engine.tokens[i] for i in sorted(engine.tokens)]

