@@ -48,6 +48,13 @@ class Engine:
         self._client = InProcessClient(config, observer)
         self.execution = self._client.info.execution
 
+    def write_pool(self) -> None:
+        """All of the KV cache, once: until each page of it was written, steps wait for the kernel to find memory, which
+        is 5 % of W1. vLLM clears its own at start. For a config that says how large it is."""
+        runner = self._client.core.runner
+        assert isinstance(runner, EagerRunner)
+        runner.cache.blocks.zero_()
+
     def run(self, load: Load) -> tuple[float, dict[int, Ids], Stamps]:
         """Seconds, tokens of each request, and when they came. The prefix cache is empty before."""
         self._client.call("reset_prefix_cache")

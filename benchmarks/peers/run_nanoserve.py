@@ -1,4 +1,7 @@
-"""nanoserve as `nanoserve serve` runs it (the last stage), in one process; an empty prefix cache."""
+"""nanoserve as `nanoserve serve` runs it (the last stage), in one process; an empty prefix cache.
+
+Its KV cache is as large as vLLM's beside it, and was written once before, as vLLM's is.
+"""
 
 import sys
 from dataclasses import replace
@@ -16,6 +19,8 @@ from serve import own_stdout, parser, serve
 from nanoserve.client import InProcessClient
 from nanoserve.config import STAGES
 
+POOL_BYTES = 3 * 2**30  # run_vllm.py: VLLM_CPU_KVCACHE_SPACE
+
 
 def main() -> None:
     args, answers = parser().parse_args(), own_stdout()
@@ -26,8 +31,10 @@ def main() -> None:
         num_threads=args.threads,
         max_num_seqs=64,
         max_num_batched_tokens=args.budget,
+        kv_cache_memory_bytes=POOL_BYTES,
     )
     engine = Engine(config)
+    engine.write_pool()
 
     def generate(load: Load) -> list[Ids]:
         return stream(load)[1]
