@@ -16,7 +16,7 @@ from kernel_cases import check_close, fresh_memory_is_nan, fused_qkv, random
 
 from nanoserve import cpu_ops, native
 from nanoserve.config import EngineConfig
-from nanoserve.cpu_ops import CpuOps, argmax
+from nanoserve.cpu_ops import CpuOps, argmax, look_up
 from nanoserve.native import load, reason_not_to_load
 from nanoserve.ops import Ops, TorchOps
 from nanoserve.runner import EagerRunner
@@ -196,3 +196,13 @@ def test_every_planted_bug_is_seen(bug: str, anew, monkeypatch, tmp_path: Path):
     source.write_text(text.replace(old, new))
     with pytest.raises(AssertionError, match="is off by"):
         check_all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 257])
+def test_every_row_is_looked_up_whether_threads_share_them_or_not(tokens):
+    """257 rows of 256 are more than one thread does alone."""
+    table_VE = torch.randn(64, 256)
+    ids_T = torch.randint(64, (tokens,))
+    out_TE = torch.full((tokens, 256), torch.nan)
+    look_up(table_VE, ids_T, out_TE)
+    assert torch.equal(out_TE, table_VE[ids_T])
