@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -94,15 +93,11 @@ def beside_peers(path: Path) -> list[Line]:
     lines = []
     for shape, found in (json.loads(path.read_text())["models"] if path.exists() else {}).items():
         for load, figure, peer, relation, limit in BESIDE:
-            rounds = found["rounds"].get(load, {})
-            if not {"nanoserve", peer} <= rounds.keys():
+            rounds = [one for one in found["rounds"].get(load, ()) if {"nanoserve", peer} <= one.keys()]
+            if not rounds:
                 continue
-            ours, theirs = ([r[figure] for r in rounds[name]] for name in ("nanoserve", peer))
-            if len(ours) == len(theirs):  # neighbours
-                ratio = median_ratio(ours, theirs)
-            else:
-                ratio = statistics.median(ours) / statistics.median(theirs)
-            what = f"{shape}, {load.upper()}: {figure} over {found['peers'][peer]['name']}'s, {len(theirs)} rounds"
+            ratio = median_ratio(*([one[name][figure] for one in rounds] for name in ("nanoserve", peer)))
+            what = f"{shape}, {load.upper()}: {figure} over {found['peers'][peer]['name']}'s, {len(rounds)} rounds"
             lines.append(Line(what, ratio, "x", relation, limit))
     return lines
 

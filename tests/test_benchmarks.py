@@ -3,6 +3,7 @@ a floor lies between the products that were measured."""
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "peers"))
 import compare
 import floor
 import line_costs
+import lines
 from line import Line, median_ratio, table
 
 from nanoserve.record import StepRecord
@@ -88,28 +90,46 @@ def test_every_step_reads_the_keys_that_its_rows_have_by_then(a_floor):
 
 
 def found(load: str, budget: int = 512, **seconds: list[float]) -> dict:
+    rounds = [
+        {name: {"seconds": all_s[i]} for name, all_s in seconds.items()}
+        for i in range(len(next(iter(seconds.values()))))
+    ]
     return {
         "budgets": {load: budget},
         "peers": {name: {"name": name, "version": "1"} for name in seconds},
         "requests_alike": {load: {"reference": "x", "requests": 2, **dict.fromkeys(seconds, 2)}},
-        "rounds": {load: {name: [{"seconds": s} for s in all_s] for name, all_s in seconds.items()}},
+        "rounds": {load: rounds},
     }
 
 
 def test_every_run_joins_or_takes_the_place_of_the_rounds_of_its_own_load_and_peer():
     kept: dict = {}
-    compare.merge(kept, found("w1", ours=[1.0, 2.0, 3.0], theirs=[4.0]), more=False)
+    compare.merge(kept, found("w1", ours=[1.0, 2.0, 3.0], theirs=[4.0, 4.0, 5.0]), more=False)
     compare.merge(kept, found("w2", ours=[7.0]), more=False)
     compare.merge(kept, found("w1", ours=[9.0, 9.0]), more=True)
     assert kept["medians"]["w1"] == {"ours": {"seconds": 3.0}, "theirs": {"seconds": 4.0}}
     assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
     compare.merge(kept, found("w1", ours=[5.0]), more=False)
-    assert kept["medians"]["w1"] == {"ours": {"seconds": 5.0}, "theirs": {"seconds": 4.0}}
+    assert kept["medians"]["w1"] == {"theirs": {"seconds": 4.0}, "ours": {"seconds": 5.0}}
     assert "| w1 | 512 | ours 1 | 1 |" in compare.table(kept)
     compare.merge(kept, found("w1", 4096, ours=[6.0]), more=True)  # rounds of another budget are no neighbours
     assert kept["medians"]["w1"] == {"ours": {"seconds": 6.0}}
     assert "| w1 | 4096 | ours 1 | 1 |" in compare.table(kept)
     assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
+
+
+def test_a_line_beside_a_peer_is_of_the_rounds_in_which_both_took_turns(tmp_path):
+    """The machine of one run is not that of the next."""
+    kept: dict = {}
+    compare.merge(kept, found("w1", nanoserve=[1.0, 1.0, 1.0]), more=False)
+    compare.merge(kept, found("w1", nanoserve=[20.0, 30.0], vllm=[10.0, 10.0]), more=True)
+    for a_round in kept["rounds"]["w1"]:
+        for figures in a_round.values():
+            figures["output_tok_per_s"] = figures["seconds"]
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps({"models": {"30m": kept}}))
+    (line,) = lines.beside_peers(path)
+    assert (line.found, line.holds, line.what.endswith("2 rounds")) == (2.5, True, True)
 
 
 def test_a_planted_ratio_of_medians_is_seen():

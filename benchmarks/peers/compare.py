@@ -33,6 +33,7 @@ from nanoserve.machine import describe_machine  # noqa: E402
 
 REFERENCE, NEXT_BEST = "transformers", "vllm"  # whose float32 tokens are asked for
 Tokens = list[list[int]]
+Round = dict[str, dict[str, float]]  # of one load: the peers that took turns in it, and their figures
 
 
 def figures_of(load: str, answer: dict[str, Any]) -> dict[str, float]:
@@ -58,18 +59,19 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """Rounds of this run alone."""
     model = make_checkpoint(shape, args.cache)
     peers: dict[str, Peer] = {}
-    runs: dict[str, dict[str, list[dict[str, float]]]] = {}
+    rounds: dict[str, list[Round]] = {load: [] for load in args.loads}
     tokens: dict[str, dict[str, Tokens]] = {}
     try:
         for name in args.peers:
             peers[name] = Peer(name, args.venvs, model, VOCAB_SIZE, args.threads, args.budget)
         for _ in range(args.rounds):
             for load in args.loads:
+                rounds[load].append({})
                 for name, peer in peers.items():
                     if make_load(load, VOCAB_SIZE).late is not None and not peer.about["streams"]:
                         continue
                     answer = peer.run(load)
-                    runs.setdefault(load, {}).setdefault(name, []).append(figures_of(load, answer))
+                    rounds[load][-1][name] = figures_of(load, answer)
                     tokens.setdefault(load, {})[name] = answer["tokens"]
     finally:
         for peer in peers.values():
@@ -78,27 +80,36 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
         "budgets": dict.fromkeys(tokens, args.budget),
         "peers": {name: peer.about for name, peer in peers.items()},
         "requests_alike": {load: agreement(shape, load, by, args) for load, by in tokens.items()},
-        "rounds": runs,
+        "rounds": {load: rounds[load] for load in tokens},
     }
 
 
 def merge(kept: dict[str, Any], found: dict[str, Any], *, more: bool) -> None:
     """Into what is kept of a model: a load's rounds take the place of the same peers' earlier ones, or (`more`) join
-    them; those of another budget go. Ratios are only as good as the rounds are neighbours."""
+    them; those of another budget go. Peers of one round took turns; those of different rounds did not."""
     kept.setdefault("peers", {}).update(found["peers"])
-    for load, by in found["rounds"].items():
+    for load, new in found["rounds"].items():
         budgets, budget = kept.setdefault("budgets", {}), found["budgets"][load]
         if budgets.setdefault(load, budget) != budget:
             budgets[load] = budget
             for key in ("rounds", "requests_alike"):
                 kept[key].pop(load)
-        rounds = kept.setdefault("rounds", {}).setdefault(load, {})
-        for name, new in by.items():
-            rounds[name] = rounds.get(name, []) + new if more else new
+        rounds: list[Round] = kept.setdefault("rounds", {}).get(load, [])
+        if not more:
+            again = {name for a_round in new for name in a_round}
+            rounds = [{name: a_round[name] for name in a_round.keys() - again} for a_round in rounds]
+        kept["rounds"][load] = rounds = [a_round for a_round in rounds if a_round] + new
         kept.setdefault("requests_alike", {}).setdefault(load, {}).update(found["requests_alike"][load])
-        kept.setdefault("medians", {})[load] = {
-            name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in rounds.items()
-        }
+        names = dict.fromkeys(name for a_round in rounds for name in a_round)
+        kept.setdefault("medians", {})[load] = {name: median(of_peer(rounds, name)) for name in names}
+
+
+def of_peer(rounds: list[Round], name: str) -> list[dict[str, float]]:
+    return [a_round[name] for a_round in rounds if name in a_round]
+
+
+def median(figures: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(one[key] for one in figures) for key in figures[0]}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -110,7 +121,7 @@ def table(found: dict[str, Any]) -> str:
             about = found["peers"][name]
             keys = ("output_tok_per_s", "decode_ms", "max_gap_ms", "late_ttft_ms")
             cells = [load, str(found["budgets"][load]), f"{about['name']} {about['version']}"]
-            cells.append(str(len(found["rounds"][load][name])))
+            cells.append(str(len(of_peer(found["rounds"][load], name))))
             cells += [f"{figures[key]:.1f}" if key in figures else "" for key in keys]
             lines.append("| " + " | ".join([*cells, f"{alike[name]} of {alike['requests']}"]) + " |")
     return "\n".join(lines)
