@@ -4,7 +4,8 @@
         [--forms ...] [--out benchmarks/results/offline.json]
 
 Checkpoints with random weights are made in FOLDER once. Engines live in this process and take turns within a round;
-figures are medians over the rounds. The floor of a run adds up that of its steps (floor.py).
+figures are medians over the rounds. The floor of a run adds up that of its steps (floor.py), as the machine was before
+its round.
 """
 
 from __future__ import annotations
@@ -129,9 +130,7 @@ def main() -> None:
     base = replace(base, max_num_batched_tokens=512, max_model_len=8192, runner=EagerRunner)
     for shape in args.models:
         path = make_checkpoint(shape, args.cache)
-        with torch.inference_mode():
-            rates = measure_rates()
-            floor = Floor(load_model(path), rates, 3)
+        plain, floors = load_model(path), []
         recorders = {form: ListRecorder() for form in args.forms}
         engines = {
             form: Engine(replace(base, model=str(path), **FORMS[form]), recorder)
@@ -141,6 +140,11 @@ def main() -> None:
         steps: dict[str, Any] = {}
         tokens: dict[str, dict[int, Ids]] = {}
         for number in range(args.rounds):
+            # a neighbour of the round's runs: what the machine does changes from minute to minute
+            with torch.inference_mode():
+                rates = measure_rates()
+                floor = Floor(plain, rates, 3)
+            floors.append({"rates": asdict(rates), "products_ms": floor.products_ms})
             for name in args.loads:
                 load = make_load(name, VOCAB_SIZE)
                 for form, engine in engines.items():
@@ -156,8 +160,11 @@ def main() -> None:
             name: {form: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for form, runs in by.items()}
             for name, by in rounds.items()
         }
-        print(f"\n{shape}, {args.threads} threads, products {rates.gemm_gflops:.0f} GFLOP/s, reading "
-              f"{rates.read_gb_per_s:.1f} GB/s, one minute's load {machine.load_average_1m}")  # fmt: skip
+        gemm, read = (
+            statistics.median(one["rates"][key] for one in floors) for key in ("gemm_gflops", "read_gb_per_s")
+        )
+        print(f"\n{shape}, {args.threads} threads, products {gemm:.0f} GFLOP/s, reading {read:.1f} GB/s, "
+              f"one minute's load {machine.load_average_1m}")  # fmt: skip
         print(
             "| load | form | output tok/s | over the floor | decode ms | max gap ms | late TTFT ms |\n"
             + "|---" * 7
@@ -170,8 +177,7 @@ def main() -> None:
                 line = [name, form, f"{found['output_tok_per_s']:.1f}", f"{found['over_floor']:.2f}", *cells]
                 print("| " + " | ".join(line) + " |", flush=True)
         result["models"][shape] = {
-            "rates": asdict(rates),
-            "products_ms": floor.products_ms,
+            "floors": floors,
             "medians": medians,
             "decode_steps": steps,
             "rounds": rounds,

@@ -12,11 +12,12 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -121,6 +122,30 @@ class _Client:
         self.close()
 
 
+@contextlib.contextmanager
+def whole_despite_interrupts() -> Iterator[None]:
+    """Ctrl-C raises when all of this is done: a scheduler that has taken half a step is none to go on with. A second
+    one does not wait, for a step that never ends. Python tells its main thread alone."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    waiting: list[tuple[Any, ...]] = []
+
+    def wait(*interrupt: Any) -> None:
+        if waiting:
+            handler(*waiting.pop())
+        waiting.append(interrupt)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting.pop())
+
+
 class InProcessClient(_Client):
     """Front end, scheduler and runner share one interpreter, hence one lock: a busy front end delays the step."""
 
@@ -132,6 +157,7 @@ class InProcessClient(_Client):
         self.core = EngineCore.build(config, observer)
         self.info = self.core.info
         self._inbox: deque[EngineRequest | list[str]] = deque()  # requests, and the ids of aborts
+        self._outputs: list[EngineOutput] = []  # of a step that ended with an interrupt, for the next poll
         self._news = threading.Condition()
         self._step_lock = threading.RLock()
 
@@ -152,18 +178,19 @@ class InProcessClient(_Client):
     def poll(self, timeout: float | None = None) -> list[EngineOutput]:
         self._check_alive()
         with self._news:
-            self._news.wait_for(lambda: self._inbox or self.core.has_work or self._death, timeout)
+            self._news.wait_for(lambda: self._inbox or self.core.has_work or self._outputs or self._death, timeout)
         self._check_alive()
-        with self._step_lock:
+        with self._step_lock, whole_despite_interrupts():
             try:
                 while self._inbox:
                     self._hand_over(self._inbox.popleft())
-                outputs = self.core.step()
+                self._outputs += self._note_ends(self.core.step())
             except Exception as error:
                 self._death = f"the engine died in a step: {error!r} ({self.core.describe_crash(error)})"
                 raise EngineDeadError(self._death) from error
             self.stats = self.core.stats
-        return self._note_ends(outputs)
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _hand_over(self, item: EngineRequest | list[str]) -> None:
         if isinstance(item, list):

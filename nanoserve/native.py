@@ -2,8 +2,8 @@
 
 A build is found again by what made it: source, flags, compiler and processor. Its file ends with a digest of itself,
 so that a damaged one is built anew rather than loaded, and appears under its name all at once, whoever else builds it.
-What builds that were killed have left goes at the next one. Knows nothing of what the code does. Imports torch, whose
-OpenMP runtime the code is to share. Laws: tests/test_native.py.
+What builds that were killed have left goes at the next one. A terminal is told of a build. Knows nothing of what the
+code does. Imports torch, whose OpenMP runtime the code is to share. Laws: tests/test_native.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import hashlib
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -73,6 +74,8 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True) as scratch:
         made = Path(scratch) / target.name
         command = [compiler, *FLAGS, str(source), "-o", str(made)]
+        if sys.stderr.isatty():  # somebody waits for it
+            print(f"nanoserve: compiling {source.name} for this processor, once", file=sys.stderr, flush=True)
         run_compiler(command, timeout_s=BUILD_TIMEOUT_S, folder=Path(scratch))
         with made.open("ab") as file:  # what follows the sections of a library is not looked at
             file.write(hashlib.sha256(made.read_bytes()).digest())

@@ -118,6 +118,18 @@ def test_every_run_joins_or_takes_the_place_of_the_rounds_of_its_own_load_and_pe
     assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
 
 
+def test_every_count_of_tokens_alike_is_beside_the_reference_that_is_named():
+    kept: dict = {}
+    compare.merge(kept, found("w1", ours=[1.0], theirs=[1.0]), more=False)
+    later = found("w1", ours=[1.0])
+    compare.merge(kept, later, more=True)
+    assert kept["requests_alike"]["w1"] == {"reference": "x", "requests": 2, "ours": 2, "theirs": 2}
+    later["requests_alike"]["w1"] = {"reference": "y", "requests": 2, "ours": 1}
+    compare.merge(kept, later, more=True)
+    assert kept["requests_alike"]["w1"] == {"reference": "y", "requests": 2, "ours": 1}
+    assert [row.split(" | ")[-1] for row in compare.table(kept).splitlines()[2:]] == ["1 of 2 |", " |"]
+
+
 def test_a_line_beside_a_peer_is_of_the_rounds_in_which_both_took_turns(tmp_path):
     """The machine of one run is not that of the next."""
     kept: dict = {}

@@ -10,7 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from faulty import (
@@ -30,6 +34,7 @@ from faulty import (
     wait_until,
 )
 
+from nanoserve.blocks import SharedBlocks
 from nanoserve.client import EngineDeadError, InProcessClient, SplitRunnerClient
 from nanoserve.config import SEAMS
 from nanoserve.lab.fakes import DigestRunner
@@ -410,3 +415,76 @@ def test_fifty_kills_leave_no_hang_and_no_leftover(layout, victim, dumps_go_to):
             assert time.monotonic() - start < 5
             client.close()
         check_gone(pids, folder)
+
+
+# --- Ctrl-C while engine and caller share a process
+
+
+def interrupt_at(line: int, seen: list[int]) -> Callable[..., Any]:
+    """A trace function: SIGINT when that many lines of the engine, its client aside, have begun."""
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if f"{os.sep}nanoserve{os.sep}" not in name or name.endswith("client.py"):
+            return trace if name.endswith("client.py") else None
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == line:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    return trace
+
+
+def run_interrupted(at_line: int) -> tuple[dict[str, list[int]], int, int]:
+    """Tokens, how often it was interrupted, and how many lines there were."""
+    config = config_of(max_model_len=96, max_num_seqs=4, num_blocks=12, max_num_batched_tokens=24, blocks=SharedBlocks)
+    seen, tokens, live, interrupts = [0], {}, {"a", "b", "c"}, 0
+    with InProcessClient(config) as client:
+        for request_id in sorted(live):
+            client.submit(request(request_id, 40, 30))
+        sys.settrace(interrupt_at(at_line, seen))
+        try:
+            while live:
+                try:
+                    for output in client.poll(0.5):
+                        tokens.setdefault(output.id, []).extend(output.new_token_ids)
+                        live -= {output.id} if output.finish_reason else set()
+                except KeyboardInterrupt:
+                    interrupts += 1
+        finally:
+            sys.settrace(None)
+    return tokens, interrupts, seen[0]
+
+
+def test_every_step_is_whole_at_whichever_line_an_interrupt_comes():
+    expected, _, num_lines = run_interrupted(-1)
+    rng = random.Random(0)
+    for line in [1, num_lines, *(rng.randrange(1, num_lines) for _ in range(20))]:
+        tokens, interrupts, _ = run_interrupted(line)
+        assert (tokens, interrupts) == (expected, 1), f"line {line} of {num_lines}"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step():
+    class InterruptedTwice(DigestRunner):
+        launched = False
+
+        def launch(self, plan):
+            signal.raise_signal(signal.SIGINT)
+            self.launched = True
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("it waited")
+
+    with InProcessClient(config_of(InterruptedTwice)) as client:
+        client.submit(request("a"))
+        with pytest.raises(KeyboardInterrupt):
+            client.poll()
+        assert client.core.runner.launched
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_engine_that_another_thread_polls_leaves_interrupts_alone():
+    with InProcessClient(config_of()) as client, ThreadPoolExecutor(1) as pool:
+        client.submit(request("a"))
+        assert pool.submit(client.poll).result(30)

@@ -4,6 +4,7 @@ machine without a compiler says so and runs all the same."""
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import shutil
 import stat
@@ -91,6 +92,22 @@ def test_every_source_flag_compiler_and_processor_has_a_build_of_its_own(source,
     paths.append(build(source, compiler, folder))
     assert len(set(paths)) == 5
     assert sorted(folder.iterdir()) == sorted(paths), "nothing else is left over"
+
+
+@pytest.mark.needs_cxx
+def test_a_terminal_is_told_of_every_build_and_of_nothing_else(source, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    said = []
+    for stderr in (Terminal(), Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        build(source, find_compiler(), tmp_path / "builds")
+        said.append(stderr.getvalue())
+        source.write_text(ANSWER + "// another\n" * (len(said) == 2))
+    assert said == ["nanoserve: compiling answer.cpp for this processor, once\n", "", ""]
+    assert len(list((tmp_path / "builds").glob("*.so"))) == 2
 
 
 @pytest.mark.needs_cxx

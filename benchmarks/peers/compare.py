@@ -99,7 +99,9 @@ def merge(kept: dict[str, Any], found: dict[str, Any], *, more: bool) -> None:
             again = {name for a_round in new for name in a_round}
             rounds = [{name: a_round[name] for name in a_round.keys() - again} for a_round in rounds]
         kept["rounds"][load] = rounds = [a_round for a_round in rounds if a_round] + new
-        kept.setdefault("requests_alike", {}).setdefault(load, {}).update(found["requests_alike"][load])
+        alike = found["requests_alike"][load]
+        before = kept.setdefault("requests_alike", {}).get(load, alike)
+        kept["requests_alike"][load] = (before if before["reference"] == alike["reference"] else {}) | alike
         names = dict.fromkeys(name for a_round in rounds for name in a_round)
         kept.setdefault("medians", {})[load] = {name: median(of_peer(rounds, name)) for name in names}
 
@@ -123,7 +125,8 @@ def table(found: dict[str, Any]) -> str:
             cells = [load, str(found["budgets"][load]), f"{about['name']} {about['version']}"]
             cells.append(str(len(of_peer(found["rounds"][load], name))))
             cells += [f"{figures[key]:.1f}" if key in figures else "" for key in keys]
-            lines.append("| " + " | ".join([*cells, f"{alike[name]} of {alike['requests']}"]) + " |")
+            cells.append(f"{alike[name]} of {alike['requests']}" if name in alike else "")
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

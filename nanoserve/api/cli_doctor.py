@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clean", action="store_true", help="end orphaned processes, remove folders and crash dumps")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--model", default=DEFAULT_MODEL, metavar="PATH_OR_HUB_ID", help="default: %(default)s")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, rocm")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
 
 

@@ -97,7 +97,7 @@ def add_engine_arguments(
         action=argparse.BooleanOptionalAction,
         help="the same as --blocks shared / --blocks private",
     )
-    engine.add_argument("--device", help="auto, cpu, cuda")
+    engine.add_argument("--device", help="auto, cpu, cuda, rocm")
     engine.add_argument("--dtype", help="auto, float32, bfloat16, float16")
     engine.add_argument("--quantization", help="int8: of weight matrices alone, on a CPU; default: none")
     engine.add_argument("--load-format", help="auto, or dummy: random weights from the model's config alone")

@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print ladder.json instead of the tables")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: %(default)s")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, rocm")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     parser.add_argument("--random-prompts", action="store_true", help="token ids drawn at random instead of stories")
     parser.add_argument(
