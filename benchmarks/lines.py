@@ -97,7 +97,8 @@ def beside_peers(path: Path) -> list[Line]:
             if not rounds:
                 continue
             ratio = median_ratio(*([one[name][figure] for one in rounds] for name in ("nanoserve", peer)))
-            what = f"{shape}, {load.upper()}: {figure} over {found['peers'][peer]['name']}'s, {len(rounds)} rounds"
+            of = f"{shape}, {load.upper()}, {found['limits'][load]['budget']} tokens a step, KV cache written before"
+            what = f"{of}: {figure} over {found['peers'][peer]['name']}'s, {len(rounds)} rounds"
             lines.append(Line(what, ratio, "x", relation, limit))
     return lines
 

@@ -40,6 +40,7 @@ OWN_OUTPUT = "inproc://output"  # the way into the output socket from this proce
 MAX_SOCKET_PATH = 80  # characters of a folder that sockets fit in
 FOLDER_PREFIX = "nanoserve-"  # of a folder with sockets
 INPUT, OUTPUT = "input", "output"  # the sockets in it
+TORN = "the engine was interrupted within a step, which is torn; start another one."
 OWNER = "owner"  # a file beside them, locked as long as the front end lives: so that a leftover is known for one
 
 
@@ -134,6 +135,7 @@ def whole_despite_interrupts() -> Iterator[None]:
 
     def wait(*interrupt: Any) -> None:
         if waiting:
+            signal.signal(signal.SIGINT, handler)
             handler(*waiting.pop())
         waiting.append(interrupt)
 
@@ -188,6 +190,9 @@ class InProcessClient(_Client):
             except Exception as error:
                 self._death = f"the engine died in a step: {error!r} ({self.core.describe_crash(error)})"
                 raise EngineDeadError(self._death) from error
+            except BaseException:
+                self._death = TORN
+                raise
             self.stats = self.core.stats
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -200,11 +205,14 @@ class InProcessClient(_Client):
 
     def call(self, method: str, *args: Any) -> Any:
         self._check_alive()
-        with self._step_lock:
+        with self._step_lock, whole_despite_interrupts():
             try:
                 return self.core.call(method, list(args))
             except Exception as error:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            except BaseException:
+                self._death = TORN
+                raise
 
     def close(self) -> None:
         self._death = self._death or "the engine was closed"

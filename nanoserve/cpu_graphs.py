@@ -168,7 +168,9 @@ class OnlyRecordable(TorchDispatchMode):
 
 
 def _can_be_looked_up(table: Tensor, ids: Tensor, *_: Any) -> bool:
-    return table.dtype is torch.float32 and table.is_contiguous() and ids.dtype is torch.int64 and ids.ndim == 1
+    if not (table.is_contiguous() and ids.is_contiguous()):
+        return False
+    return table.dtype is torch.float32 and ids.dtype is torch.int64 and ids.ndim == 1
 
 
 def _clear(tensor: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def build(source: Path, compiler: str, folder: Path) -> Path:
         made = Path(scratch) / target.name
         command = [compiler, *FLAGS, str(source), "-o", str(made)]
         if sys.stderr.isatty():  # somebody waits for it
-            print(f"nanoserve: compiling {source.name} for this processor, once", file=sys.stderr, flush=True)
+            print(f"nanoserve: compiling {source.name} for this processor", file=sys.stderr, flush=True)
         run_compiler(command, timeout_s=BUILD_TIMEOUT_S, folder=Path(scratch))
         with made.open("ab") as file:  # what follows the sections of a library is not looked at
             file.write(hashlib.sha256(made.read_bytes()).digest())

@@ -95,7 +95,7 @@ def found(load: str, budget: int = 512, **seconds: list[float]) -> dict:
         for i in range(len(next(iter(seconds.values()))))
     ]
     return {
-        "budgets": {load: budget},
+        "limits": {load: {"budget": budget, "threads": 2}},
         "peers": {name: {"name": name, "version": "1"} for name in seconds},
         "requests_alike": {load: {"reference": "x", "requests": 2, **dict.fromkeys(seconds, 2)}},
         "rounds": {load: rounds},
@@ -112,7 +112,7 @@ def test_every_run_joins_or_takes_the_place_of_the_rounds_of_its_own_load_and_pe
     compare.merge(kept, found("w1", ours=[5.0]), more=False)
     assert kept["medians"]["w1"] == {"theirs": {"seconds": 4.0}, "ours": {"seconds": 5.0}}
     assert "| w1 | 512 | ours 1 | 1 |" in compare.table(kept)
-    compare.merge(kept, found("w1", 4096, ours=[6.0]), more=True)  # rounds of another budget are no neighbours
+    compare.merge(kept, found("w1", 4096, ours=[6.0]), more=True)  # rounds of other limits are no neighbours
     assert kept["medians"]["w1"] == {"ours": {"seconds": 6.0}}
     assert "| w1 | 4096 | ours 1 | 1 |" in compare.table(kept)
     assert kept["medians"]["w2"] == {"ours": {"seconds": 7.0}}
@@ -128,6 +128,24 @@ def test_every_count_of_tokens_alike_is_beside_the_reference_that_is_named():
     compare.merge(kept, later, more=True)
     assert kept["requests_alike"]["w1"] == {"reference": "y", "requests": 2, "ours": 1}
     assert [row.split(" | ")[-1] for row in compare.table(kept).splitlines()[2:]] == ["1 of 2 |", " |"]
+
+
+def test_every_peer_is_counted_beside_another_in_its_worst_round_or_not_at_all(tmp_path):
+    (tmp_path / "qwen3-30m").mkdir()
+    args = SimpleNamespace(cache=tmp_path)
+    same, other = [[1, 2], [3]], [[1, 2], [4]]
+    assert compare.agreement("30m", "w1", {"nanoserve": [same]}, args) == {"reference": None}
+    beside = {"nanoserve": [same, other], "vllm": [same, same]}
+    assert compare.agreement("30m", "w1", beside, args) == {"reference": "vllm", "requests": 2, "nanoserve": 1}
+    now = compare.agreement("30m", "w1", {"transformers": [same], "nanoserve": [same]}, args)
+    assert now == {"reference": "transformers", "requests": 2, "nanoserve": 2}
+    later = compare.agreement("30m", "w1", {"nanoserve": [other]}, args)
+    assert later == {"reference": "transformers", "requests": 2, "nanoserve": 1}
+
+
+def test_every_peer_begins_a_round_in_turn():
+    assert [compare.turned(["a", "b", "c"], number)[0] for number in range(4)] == ["a", "b", "c", "a"]
+    assert sorted(compare.turned(["a", "b", "c"], 2)) == ["a", "b", "c"]
 
 
 def test_a_line_beside_a_peer_is_of_the_rounds_in_which_both_took_turns(tmp_path):

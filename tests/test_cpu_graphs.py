@@ -106,6 +106,7 @@ def copy_of_columns(x: Tensor, out: Tensor) -> None:
 
 IDS = torch.tensor([3, 0, 0, 2])
 IDS_OF_32_BITS = IDS.int()
+IDS_APART = IDS.repeat_interleave(2)[::2]
 TABLE_OF_16_BITS = torch.ones(4, 4, dtype=torch.bfloat16)
 
 
@@ -121,6 +122,10 @@ def rows_of_16_bits(x: Tensor, out: Tensor) -> None:
     out.copy_(embedding(IDS, TABLE_OF_16_BITS))
 
 
+def rows_by_ids_apart(x: Tensor, out: Tensor) -> None:
+    out.copy_(embedding(IDS_APART, x))
+
+
 @pytest.mark.parametrize(
     ("compute", "name"),
     [
@@ -131,6 +136,7 @@ def rows_of_16_bits(x: Tensor, out: Tensor) -> None:
         (rows_by_ids_of_32_bits, "embedding"),
         (rows_by_a_matrix_of_ids, "embedding"),
         (rows_of_16_bits, "embedding"),
+        (rows_by_ids_apart, "embedding"),
     ],
 )
 def test_everything_that_a_replay_would_leave_out_ends_the_recording(compute, name):

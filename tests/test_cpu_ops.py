@@ -176,33 +176,51 @@ BUGS = {
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    for loaded in (load, cpu_ops._argmax):
+    for loaded in (load, cpu_ops._argmax, cpu_ops._look_up):
         loaded.cache_clear()
     yield
-    for loaded in (load, cpu_ops._argmax):
+    for loaded in (load, cpu_ops._argmax, cpu_ops._look_up):
         loaded.cache_clear()
     reason_not_to_load.cache_clear()
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_every_planted_bug_is_seen(bug: str, anew, monkeypatch, tmp_path: Path):
+def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str) -> None:
     shutil.copytree(native.SOURCES, tmp_path / "native")
     monkeypatch.setattr(native, "SOURCES", tmp_path / "native")
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
     source = tmp_path / "native" / "ops.cpp"
-    old, new = BUGS[bug]
     text = source.read_text()
     assert text.count(old) == 1
     source.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_every_planted_bug_is_seen(bug: str, anew, monkeypatch, tmp_path: Path):
+    plant(monkeypatch, tmp_path, *BUGS[bug])
     with pytest.raises(AssertionError, match="is off by"):
         check_all()
+
+
+def check_look_up(tokens: int) -> None:
+    table_VE = torch.randn(64, 256)
+    ids_T = torch.randint(64, (tokens,))
+    out_TE = torch.full((tokens, 256), torch.nan)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        look_up(table_VE, ids_T, out_TE)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(out_TE, table_VE[ids_T])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 257])
 def test_every_row_is_looked_up_whether_threads_share_them_or_not(tokens):
     """257 rows of 256 are more than one thread does alone."""
-    table_VE = torch.randn(64, 256)
-    ids_T = torch.randint(64, (tokens,))
-    out_TE = torch.full((tokens, 256), torch.nan)
-    look_up(table_VE, ids_T, out_TE)
-    assert torch.equal(out_TE, table_VE[ids_T])
+    check_look_up(tokens)
+
+
+def test_a_planted_row_that_no_thread_looks_up_is_seen(anew, monkeypatch, tmp_path: Path):
+    plant(monkeypatch, tmp_path, "t < l.tokens; t++", "t < l.tokens - l.tokens % l.threads; t++")
+    with pytest.raises(AssertionError):
+        check_look_up(257)

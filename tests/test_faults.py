@@ -445,13 +445,15 @@ def run_interrupted(at_line: int) -> tuple[dict[str, list[int]], int, int]:
             client.submit(request(request_id, 40, 30))
         sys.settrace(interrupt_at(at_line, seen))
         try:
-            while live:
+            for _ in range(200):
                 try:
-                    for output in client.poll(0.5):
+                    for output in client.poll(0.01):
                         tokens.setdefault(output.id, []).extend(output.new_token_ids)
                         live -= {output.id} if output.finish_reason else set()
                 except KeyboardInterrupt:
                     interrupts += 1
+                if not live:
+                    break
         finally:
             sys.settrace(None)
     return tokens, interrupts, seen[0]
@@ -464,6 +466,12 @@ def test_every_step_is_whole_at_whichever_line_an_interrupt_comes():
         tokens, interrupts, _ = run_interrupted(line)
         assert (tokens, interrupts) == (expected, 1), f"line {line} of {num_lines}"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_planted_interrupt_within_a_step_is_seen(monkeypatch):
+    monkeypatch.setattr("nanoserve.client.whole_despite_interrupts", contextlib.nullcontext)
+    with pytest.raises((AssertionError, EngineDeadError)):
+        test_every_step_is_whole_at_whichever_line_an_interrupt_comes()
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step():
@@ -481,7 +489,28 @@ def test_a_second_interrupt_does_not_wait_for_the_step():
         with pytest.raises(KeyboardInterrupt):
             client.poll()
         assert client.core.runner.launched
+        with pytest.raises(EngineDeadError, match="torn"):
+            client.poll()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_every_cache_is_emptied_whole_at_whichever_line_an_interrupt_comes():
+    seen, line = [0], 0
+    with InProcessClient(config_of(max_model_len=96, max_num_seqs=4, num_blocks=12, blocks=SharedBlocks)) as client:
+        while seen[0] >= line:  # until the lines of a call are over
+            seen, line = [0], line + 1
+            client.submit(request("a", 40, 4))
+            assert client.call("reset_prefix_cache")
+            collect(client, 1)
+            sys.settrace(interrupt_at(line, seen))
+            with contextlib.suppress(KeyboardInterrupt):
+                client.call("reset_prefix_cache")
+            sys.settrace(None)
+            blocks = client.core.scheduler.blocks
+            assert not blocks._cached, f"line {line}"
+            assert all(block.block_hash is None for block in blocks.pool.blocks), f"line {line}"
+    assert line > 10
 
 
 def test_an_engine_that_another_thread_polls_leaves_interrupts_alone():

@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,18 @@ def figures_of(load: str, answer: dict[str, Any]) -> dict[str, float]:
     return found | {"output_tok_per_s": sum(map(len, answer["tokens"])) / answer["seconds"]}
 
 
-def agreement(shape: str, load: str, tokens: dict[str, Tokens], args: argparse.Namespace) -> dict[str, Any]:
-    """How many requests have the tokens of transformers, now or in an earlier run; or else of vllm, or the last."""
+def agreement(shape: str, load: str, tokens: dict[str, list[Tokens]], args: argparse.Namespace) -> dict[str, Any]:
+    """How many requests have, in the round with the fewest, the tokens of transformers, now or in an earlier run; or
+    else of vllm. Nobody is counted beside itself."""
     kept = args.cache / f"qwen3-{shape}" / f"tokens-{load}.json"
     if REFERENCE in tokens:
-        kept.write_text(json.dumps(tokens[REFERENCE]) + "\n")
-    reference = REFERENCE if kept.exists() else next(name for name in (NEXT_BEST, *reversed(tokens)) if name in tokens)
-    expected = json.loads(kept.read_text()) if kept.exists() else tokens[reference]
-    counts = {name: sum(map(list.__eq__, mine, expected)) for name, mine in tokens.items()}
+        kept.write_text(json.dumps(tokens[REFERENCE][-1]) + "\n")
+    reference = REFERENCE if kept.exists() else NEXT_BEST if NEXT_BEST in tokens else None
+    if reference is None:
+        return {"reference": None}
+    expected = json.loads(kept.read_text()) if kept.exists() else tokens[reference][-1]
+    others = {name: rounds for name, rounds in tokens.items() if name != reference}
+    counts = {name: min(sum(map(list.__eq__, mine, expected)) for mine in rounds) for name, rounds in others.items()}
     return {"reference": reference, "requests": len(expected), **counts}
 
 
@@ -60,38 +65,50 @@ def compare(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     model = make_checkpoint(shape, args.cache)
     peers: dict[str, Peer] = {}
     rounds: dict[str, list[Round]] = {load: [] for load in args.loads}
-    tokens: dict[str, dict[str, Tokens]] = {}
+    tokens: dict[str, dict[str, list[Tokens]]] = {}
     try:
         for name in args.peers:
             peers[name] = Peer(name, args.venvs, model, VOCAB_SIZE, args.threads, args.budget)
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             for load in args.loads:
                 rounds[load].append({})
-                for name, peer in peers.items():
+                for name in turned(args.peers, number):
+                    peer = peers[name]
                     if make_load(load, VOCAB_SIZE).late is not None and not peer.about["streams"]:
                         continue
                     answer = peer.run(load)
                     rounds[load][-1][name] = figures_of(load, answer)
-                    tokens.setdefault(load, {})[name] = answer["tokens"]
+                    tokens.setdefault(load, {}).setdefault(name, []).append(answer["tokens"])
     finally:
         for peer in peers.values():
             peer.close()
     return {
-        "budgets": dict.fromkeys(tokens, args.budget),
+        "limits": dict.fromkeys(tokens, limits_of(args)),
         "peers": {name: peer.about for name, peer in peers.items()},
         "requests_alike": {load: agreement(shape, load, by, args) for load, by in tokens.items()},
         "rounds": {load: rounds[load] for load in tokens},
     }
 
 
+def turned(names: list[str], number: int) -> list[str]:
+    """Another one begins in each round."""
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
+def limits_of(args: argparse.Namespace) -> dict[str, int]:
+    """What rounds must have in common to stand beside each other."""
+    return {"budget": args.budget, "threads": args.threads}
+
+
 def merge(kept: dict[str, Any], found: dict[str, Any], *, more: bool) -> None:
     """Into what is kept of a model: a load's rounds take the place of the same peers' earlier ones, or (`more`) join
-    them; those of another budget go. Peers of one round took turns; those of different rounds did not."""
+    them; those of other limits go. Peers of one round took turns; those of different rounds did not."""
     kept.setdefault("peers", {}).update(found["peers"])
     for load, new in found["rounds"].items():
-        budgets, budget = kept.setdefault("budgets", {}), found["budgets"][load]
-        if budgets.setdefault(load, budget) != budget:
-            budgets[load] = budget
+        limits, limit = kept.setdefault("limits", {}), found["limits"][load]
+        if limits.setdefault(load, limit) != limit:
+            limits[load] = limit
             for key in ("rounds", "requests_alike"):
                 kept[key].pop(load)
         rounds: list[Round] = kept.setdefault("rounds", {}).get(load, [])
@@ -122,10 +139,11 @@ def table(found: dict[str, Any]) -> str:
         for name, figures in by.items():
             about = found["peers"][name]
             keys = ("output_tok_per_s", "decode_ms", "max_gap_ms", "late_ttft_ms")
-            cells = [load, str(found["budgets"][load]), f"{about['name']} {about['version']}"]
+            cells = [load, str(found["limits"][load]["budget"]), f"{about['name']} {about['version']}"]
             cells.append(str(len(of_peer(found["rounds"][load], name))))
             cells += [f"{figures[key]:.1f}" if key in figures else "" for key in keys]
-            cells.append(f"{alike[name]} of {alike['requests']}" if name in alike else "")
+            counted = f"{alike[name]} of {alike['requests']}" if name in alike else ""
+            cells.append("the reference" if name == alike["reference"] else counted)
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -151,6 +169,12 @@ def main() -> None:
     }
     if args.out.exists():  # loads, models and peers measured in runs of their own stand beside each other
         result["models"] = json.loads(args.out.read_text())["models"]
+    for shape, load in product(args.models, args.loads) if args.more else ():
+        before = result["models"].get(shape, {}).get("limits", {}).get(load, limits_of(args))
+        if before != limits_of(args):
+            parser.error(
+                f"--more: the rounds of {shape} {load} in {args.out.name} are of {before}; join them with those."
+            )
     for shape in args.models:
         kept = result["models"].setdefault(shape, {})
         merge(kept, compare(shape, args), more=args.more)

@@ -1,4 +1,4 @@
-"""nanoserve as `nanoserve serve` runs it (the last stage), in one process; an empty prefix cache.
+"""nanoserve in the last stage, in one process; an empty prefix cache.
 
 Its KV cache is as large as vLLM's beside it, and was written once before, as vLLM's is.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # a closed pipe shows here, not while the interpreter exits
     except KeyboardInterrupt:
+        if argv is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one has nothing to end but this end
         if sys.stderr.isatty():
             print(file=sys.stderr)  # leave the line of ^C
         return INTERRUPTED

@@ -23,8 +23,8 @@ from nanoserve.api.inputs import InputProcessor, PromptLike, TokenPrompt, as_pro
 from nanoserve.api.outputs import RequestOutput
 from nanoserve.api.tokenizer import Tokenizer
 from nanoserve.checkpoint import TEXT_FILES, resolve_model_dir
-from nanoserve.client import EngineDeadError
-from nanoserve.request import OutputKind, SamplingParams
+from nanoserve.client import EngineDeadError, whole_despite_interrupts
+from nanoserve.request import EngineOutput, OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
@@ -258,9 +258,13 @@ class LLM:
             raise RuntimeError("this LLM was closed while a stream was open.")
         try:
             outputs = self._client.poll(timeout)
+            with whole_despite_interrupts():
+                self._route(outputs)
         except KeyboardInterrupt:
             self._abandon()
             raise
+
+    def _route(self, outputs: Sequence[EngineOutput]) -> None:
         now_s, ended = time.monotonic(), []
         for output in outputs:
             if output.finish_reason is not None:
@@ -295,12 +299,13 @@ class LLM:
         self._aborting.clear()
 
     def _abandon(self) -> None:
-        """After an interrupt within a step, which may have left KV unwritten that its plan counts on: end every
-        request, of other streams too, and forget every cached block."""
+        """After an interrupt, which may have taken news with it: end every request, of other streams too, and forget
+        every cached block."""
         with suppress(EngineDeadError):
             self._aborting.update(self._routes)
             self._client.abort(list(self._routes))
             self._await_aborts()
+            self._route([EngineOutput(id=i, new_token_ids=[], finish_reason="abort") for i in self._routes])
             self.reset_prefix_cache()
 
 
