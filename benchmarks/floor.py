@@ -25,6 +25,7 @@ from nanoserve.record import StepRecord
 
 LEAST_S = 0.03  # that a figure of one round is measured for
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512)
+RECORDED = "packed, recorded"  # the layout whose calls are made as a served step makes them
 READ_NUMBERS = 2**26  # float32: more than a cache holds
 
 Forms = Mapping[str, Callable[[], object]]
@@ -93,7 +94,7 @@ class Products:
         forms: dict[str, Callable[[], None]] = {
             name: partial(run_all, linears, inputs) for name, linears in self._layouts.items()
         }
-        return forms | {"packed, recorded": CpuGraphPool()(forms["packed"])}
+        return forms | {RECORDED: CpuGraphPool()(forms["packed"])}
 
 
 def matrices(model: Decoder) -> list[Linear]:
