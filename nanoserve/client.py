@@ -8,6 +8,7 @@ tests/test_faults.py.
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]  (`signal` makes an enum of each handler: 15 us a step)
 import contextlib
 import fcntl
 import os
@@ -127,7 +128,7 @@ class _Client:
 def whole_despite_interrupts() -> Iterator[None]:
     """Ctrl-C raises when all of this is done: a scheduler that has taken half a step is none to go on with. A second
     one does not wait, for a step that never ends. Python tells its main thread alone."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
@@ -135,15 +136,15 @@ def whole_despite_interrupts() -> Iterator[None]:
 
     def wait(*interrupt: Any) -> None:
         if waiting:
-            signal.signal(signal.SIGINT, handler)
+            _signal.signal(signal.SIGINT, handler)
             handler(*waiting.pop())
         waiting.append(interrupt)
 
-    signal.signal(signal.SIGINT, wait)
+    _signal.signal(signal.SIGINT, wait)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
         if waiting:
             handler(*waiting.pop())
 
