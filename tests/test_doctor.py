@@ -165,7 +165,7 @@ def check_live_folder_is_left_alone(temp: Path) -> None:
     with CoreProcessClient(config_of()) as client:
         folder = Path(client._folder)
         os.utime(folder, LONG_AGO)
-        assert [found.path for found in find_folders([folder.parent])] == []
+        assert str(folder) not in [found.path for found in find_folders([folder.parent])]  # others may have left some
         SocketFolder(str(folder)).remove()
         assert folder.exists()
         client.submit(request("a"))
