@@ -143,9 +143,45 @@ def test_every_peer_is_counted_beside_another_in_its_worst_round_or_not_at_all(t
     assert later == {"reference": "transformers", "requests": 2, "nanoserve": 1}
 
 
-def test_every_peer_begins_a_round_in_turn():
-    assert [compare.turned(["a", "b", "c"], number)[0] for number in range(4)] == ["a", "b", "c", "a"]
-    assert sorted(compare.turned(["a", "b", "c"], 2)) == ["a", "b", "c"]
+def run_compare(monkeypatch, tmp_path: Path, *more: str) -> list[str]:
+    """The peers' turns of a run of the command, with peers that answer at once."""
+    turns: list[str] = []
+
+    class AtOnce:
+        def __init__(self, name: str, *args: object) -> None:
+            self.name, self.about = name, {"name": name, "version": "1", "streams": True}
+
+        def run(self, load: str) -> dict:
+            turns.append(self.name)
+            return {"seconds": 1.0, "stamps": None, "tokens": [[1]]}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(compare, "Peer", AtOnce)
+    monkeypatch.setattr(compare, "make_checkpoint", lambda shape, cache: tmp_path)
+    words = ["--cache", str(tmp_path), "--venvs", str(tmp_path), "--out", str(tmp_path / "peers.json")]
+    chosen = ["--models", "30m", "--loads", "w1", "--peers", "nanoserve", "vllm", "llama", *more]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words, *chosen])
+    compare.main()
+    return turns
+
+
+def test_every_peer_begins_a_round_in_turn(monkeypatch, tmp_path):
+    turns = run_compare(monkeypatch, tmp_path, "--rounds", "4")
+    assert turns[::3] == ["nanoserve", "vllm", "llama", "nanoserve"]
+    assert all(set(turns[i : i + 3]) == set(turns) for i in range(0, 12, 3))
+
+
+@pytest.mark.parametrize("other", [("--budget", "4096"), ("--threads", "1")])
+def test_rounds_of_other_limits_are_refused_before_anything_runs(other, monkeypatch, tmp_path, capsys):
+    run_compare(monkeypatch, tmp_path, "--rounds", "1")
+    kept = (tmp_path / "peers.json").read_text()
+    with pytest.raises(SystemExit):
+        run_compare(monkeypatch, tmp_path, "--rounds", "1", "--more", *other)
+    assert "'budget': 512, 'threads': 2" in capsys.readouterr().err
+    assert (tmp_path / "peers.json").read_text() == kept
+    assert len(run_compare(monkeypatch, tmp_path, "--rounds", "1", "--more")) == 3
 
 
 def test_a_line_beside_a_peer_is_of_the_rounds_in_which_both_took_turns(tmp_path):
